@@ -133,20 +133,19 @@ def _write_events(folder: Path, records: Records) -> None:
         when, step = records.state.start_s + row["time_s"], int(row.get("env_steps", 0))
         writer.add_event(Event(wall_time=when, step=step, summary=Summary(value=values)))
 
-    def scalar(tag: str, value: float) -> Any:
-        return Summary.Value(tag=tag, simple_value=float(value))
+    def add_numbers(row: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
+        add(row, *(Summary.Value(tag=tag, simple_value=float(value)) for tag, value in numbers.items()))
 
     try:
         for row in records.figures:
-            values = {name: row[name] for name in row if name not in ("time_s", "env_steps")}
-            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-            add(row, *(scalar(f"learner/{name}", value) for name, value in numbers.items()))
+            values = {f"learner/{name}": row[name] for name in row if name not in ("time_s", "env_steps")}
+            add_numbers(row, {tag: value for tag, value in values.items() if isinstance(value, int | float)})
         for row in records.episodes:
-            add(row, scalar("return/training", row["return"]))
+            add_numbers(row, {"return/training": row["return"]})
         for row in records.evaluated:
             tag = "return/confirmation" if row["purpose"] == "confirm" else "return/evaluation"
-            numbers = {tag: row["return_mean"]} | {name: row[name] for name in row if name.startswith(INFO)}
-            add(row, *(scalar(name, value) for name, value in numbers.items()))
+            infos = {name: row[name] for name in row if name.startswith(INFO)}
+            add_numbers(row, {tag: row["return_mean"], **infos})
         metadata = create_summary_metadata("settings", "changed during the run")
         for row in records.changes:
             text = f"{row['option']}: {shown(row['from'])} -> {shown(row['to'])}"
