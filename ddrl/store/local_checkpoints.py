@@ -375,13 +375,11 @@ def restore_from(client: Redis, run: str, folder: Path, *, even_deleted: bool = 
     if snapshot is None or snapshot.run != run:
         raise UnknownRunError(f"run {run}: not on this server, and there is no checkpoint of it in {place}")
     if is_restored := restore(client, snapshot, even_deleted=even_deleted):
-        log.warning(
+        text = (
             "%s: the server does not know it; restored from %s at update %d; later experience, the replay, weights, "
-            "evaluations, metrics and the journal are lost",
-            run,
-            place,
-            snapshot.counters.updates,
+            "evaluations, metrics and the journal are lost"
         )
+        log.warning(text, run, place, snapshot.counters.updates)
     return is_restored
 
 
