@@ -96,6 +96,10 @@ def write_streams(worker: redis.Redis, run: Run) -> None:
         worker.xadd(keys.evaluations(run.id), {"result": json.dumps(row | figures)})
         worker.xadd(keys.evaluations(run.id), {"result": json.dumps(row | figures | {"env_steps": 1})})
         worker.xadd(keys.episodes(run.id), {"returns": json.dumps([large, -large]), "env_steps": 5})
+    for value in ([math.inf], [math.nan], [HUGE], ["x"], [[1]], 1, {"a": 1}):
+        for metrics in ({"length": value}, {"\x1b[2J[/a]": value}, value):
+            odd = row | figures | {"returns": [1.0], "return_mean": 1.0, "env_steps": 1, "metrics": metrics}
+            worker.xadd(keys.evaluations(run.id), {"result": json.dumps(odd)})
     result = row | figures | {"returns": [1.0], "return_mean": 1.0, "return_std": -1.0, "env_steps": 1}
     worker.xadd(keys.evaluations(run.id), {"result": json.dumps(result)})
     worker.xadd(keys.episodes(run.id), {"returns": json.dumps([1.0] * 10**6), "env_steps": 5})
@@ -220,7 +224,8 @@ def test_a_run_goes_on_to_its_end(
     assert found.total("consumed") > 0 and [one for one in found.accounts.values() if one.difference] == []
     assert [line for line in roles.denied() if "ddrl-worker" not in line] == []
     monkeypatch.setenv(connection.URL_VARIABLE, roles.url("operator"))
-    for words in (["status", run.id], ["runs"], ["fleet"], ["logs", run.id], ["journal", run.id], ["doctor"]):
+    of_run = ([word, run.id] for word in ("status", "watch", "logs", "journal"))
+    for words in (*of_run, ["runs"], ["fleet"], ["doctor"]):
         call(*words)
 
 
