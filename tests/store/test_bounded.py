@@ -70,7 +70,10 @@ def test_of_a_flood_of_entries_the_newest_are_read_and_one_more_trims_it(client:
     assert stream.episodes(client, run)[0] == []
 
 
-def test_scripts_have_bounds_of_their_own_and_no_command_of_the_callers(client: Redis, run: str) -> None:
+def test_scripts_have_bounds_of_their_own_and_no_command_of_the_callers(
+    server: PrivateServer, run: str
+) -> None:
+    client = Redis(unix_socket_path=str(server.socket), socket_timeout=60.0)  # the bound is of many entries
     key = keys.refusals(run)
     client.hset(key, mapping={"0": "x", "x": "x", "COUNT": ""})
     with pytest.raises(ResponseError, match="WRONGTYPE"):  # HMGET would be a loop without an end
@@ -79,6 +82,7 @@ def test_scripts_have_bounds_of_their_own_and_no_command_of_the_callers(client: 
     for limits in (["inf"] * 3, ["nan"] * 3, [10**9] * 3, ["x"] * 3):
         _, entries = connection.call(client, "read_newest", [keys.episodes(run)], [b"0-0", b"+", *limits])
         assert len(entries) == 100_000
+    client.close()
 
 
 def test_long_heartbeats_and_lines_of_logs_are_cut(
