@@ -225,7 +225,7 @@ class _Claim:
                     token = self._acquire()
                     if token is not None or not self.waits:
                         return token
-                    with contextlib.suppress(*LOST):  # since `_state` looked, which looks again
+                    with contextlib.suppress(*LOST):  # the run is lost; the next look restores it
                         self._request_or_wait(now.host)
                         self.peer.follow(interrupted)
                     if self.joins and self.peer.is_left_out():
