@@ -316,13 +316,13 @@ class Reader:
         # The learner's service thread meets each outage, too, and logs it.
         retry = partial(connection.retry, stop=self._stopping, is_logged=False)
         identify = partial(retry, partial(connection.server_id, self._client))
-        newest = 0  # count of the stream
+        server, newest = "", -1  # which one counted, and how many fragments
         try:
-            server = identify()
             while not self._stopping.is_set():
                 if time.monotonic() >= self._latest_at:
                     self._latest = retry(partial(capped_streams.latest, self._client))
                     retry(partial(self._lower_ids, self._cursor, self._latest))
+                    reached = identify()  # before it is read
                     self._latest_at = time.monotonic() + LATEST_S
                 found, now = retry(self._read), ""
                 for entry in found:
@@ -334,7 +334,9 @@ class Reader:
                             return
                     if entry.producer >= 0:  # an append wrote it
                         before, newest = newest, entry.count(b"f")
-                        if newest <= before:  # or a worker wrote the count
+                        if newest > before:
+                            server = reached  # it lost nothing
+                        else:  # or a worker wrote the count
                             now = now or identify()
                     if now not in ("", server):
                         lost = f"fragment {newest} came after {before}"

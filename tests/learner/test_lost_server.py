@@ -23,6 +23,7 @@ from ddrl.config import RunConfig
 from ddrl.learner import loop
 from ddrl.learner import run as run_module
 from ddrl.learner.loop import Learner
+from ddrl.replay import reader
 from ddrl.store import checkpoints, connection, keys, leases, local_checkpoints, runs, weights
 from ddrl.store.local_checkpoints import Snapshot
 
@@ -133,6 +134,22 @@ def test_a_server_that_came_back_older_is_noticed_however_much_is_appended_since
         learner.train()
     limit.cancel()
     learner.close()
+
+
+def test_a_server_that_lost_nothing_is_no_older_one_because_an_entry_is_repeated(
+    run, server, log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "LATEST_S", 0.0)
+    learner = run.learner()
+    with training(learner, serves=False):
+        run.play(200)
+        run.catch_up(learner)
+        older(server)()
+        run.play(200)
+        run.client.xadd(keys.experience(run.id), run.entries[-2].fields)
+        run.catch_up(learner)
+    learner.close()
+    assert "is repeated, its newest is" in log.text
 
 
 @pytest.mark.parametrize("kept_steps", [0, 100])
