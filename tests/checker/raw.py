@@ -32,6 +32,7 @@ class Raw:
             before the first of these; None: no append wrote it. What a server lost when it was killed is not there.
         counts: `f` of those entries that name a fragment: how many the run has with this one.
         stored: the ids of those that are there.
+        spans: the newest entry by the oldest one, when the stream was last seen with this as its oldest.
         dead: reasons by the ids of entries that were refused.
         weights: digests of the versions that are stored; infinite: those whose numbers are not all finite.
         status, target: of the run, and the return at which it is solved.
@@ -43,6 +44,7 @@ class Raw:
     entries: dict[bytes, Name | None] = field(default_factory=dict)
     counts: dict[bytes, int] = field(default_factory=dict)
     stored: set[bytes] = field(default_factory=set)
+    spans: dict[bytes, bytes] = field(default_factory=dict)
     dead: dict[bytes, str] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     infinite: list[int] = field(default_factory=list)
@@ -81,6 +83,7 @@ class Follower:
         self.entries: dict[bytes, Name | None] = {}
         self.counts: dict[bytes, int] = {}
         self.dead: dict[bytes, str] = {}
+        self.spans: dict[bytes, bytes] = {}
         self.forged: set[bytes] = set()
         """Ids of entries that a test has written itself."""
         self._after, self._dead_after = b"0-0", b"0-0"
@@ -110,12 +113,14 @@ class Follower:
                 self.entries |= {entry_id: _name(fields) for entry_id, fields in entries}
                 self.counts |= {one: int(fields[b"f"]) for one, fields in entries if _is_counted(fields)}
                 self._after = entries[-1][0]
+            for oldest, _ in self._read("experience", b"0-0", count=1):
+                self.spans[oldest] = self._after
             while entries := self._read("dead", self._dead_after):
                 self.dead |= {fields[b"entry"]: fields[b"reason"].decode() for _, fields in entries}
                 self._dead_after = entries[-1][0]
 
-    def _read(self, name: str, after: bytes) -> Any:
-        return self._client.xrange(_key(self.run, name), min=b"(" + after, count=COUNT)
+    def _read(self, name: str, after: bytes, count: int = COUNT) -> Any:
+        return self._client.xrange(_key(self.run, name), min=b"(" + after, count=count)
 
     def finish(self, folder: Path | None = None) -> Raw:
         """Return what is there now; the run may go on meanwhile.
@@ -125,7 +130,7 @@ class Follower:
         """
         self.look()
         client: Any = self._client
-        raw, after = Raw(dead=self.dead.copy()), b"0-0"
+        raw, after = Raw(dead=self.dead.copy(), spans=self.spans.copy()), b"0-0"
         while entries := self._read("experience", after):
             raw.entries |= {entry_id: _name(fields) for entry_id, fields in entries}
             after = entries[-1][0]

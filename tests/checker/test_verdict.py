@@ -39,6 +39,7 @@ class Case:
             self.raw.entries[self.entry(seq)] = one.name
             self.raw.counts[self.entry(seq)] = seq + 1
         self.raw.stored = set(list(self.raw.entries)[10:])
+        self.raw.spans = {self.entry(0): self.entry(30), self.entry(10): self.entry(39)}
         self.history.weights = [Weights(RUN, 3, "ab", True, True, "ok"), Weights(RUN, 3, "ab", False, True)]
         self.raw.weights = {3: "ab"}
         self.learned_steps = STEPS
@@ -121,8 +122,26 @@ def change(case: Case, seq: int, **changes: Any) -> None:
     vars(case.history.appends[seq]).update(changes)
 
 
+def test_a_fragment_that_was_learned_from_between_two_looks_is_not_missed(tmp_path: Path) -> None:
+    case = Case()
+    delete(case, 17)
+    assert case.judge(ON, tmp_path) == ""
+    del case.sessions[0][34]  # the first of its two passes
+    assert "not learned from 2 times" in case.judge(ON, tmp_path)
+
+
+def test_a_fragment_that_was_trimmed_early_need_not_be_drawn(tmp_path: Path) -> None:
+    """A server without memory makes the learner trim, and the next learner has what is left."""
+    case = Case()
+    del case.sessions[0][8:10]  # fragment 4
+    case.raw.spans = {case.entry(0): case.entry(4), case.entry(10): case.entry(39)}
+    assert case.judge(OFF, tmp_path) == ""
+    case.raw.spans[case.entry(0)] = case.entry(6)
+    assert "never learned from: Name" in case.judge(OFF, tmp_path)
+
+
 FORGED: list[tuple[str, Rules, Callable[[Case], object]]] = [
-    ("acknowledged, but never in the stream", ON, lambda case: delete(case, 17)),
+    ("neither seen in the stream nor learned", ON, lambda case: delete(case, 39)),
     ("in the stream more than once", ON, lambda case: case.raw.entries.update({b"90-0": Name(1, 9, 3)})),
     ("counted as if", OFF, lambda case: case.raw.counts.update({case.entry(12): 12})),
     ("told that it is not", OFF, lambda case: change(case, 39, answer="STOPPED")),

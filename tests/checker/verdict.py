@@ -6,6 +6,7 @@ It judges what clients were told (history.py), what the server and the run's fol
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -68,9 +69,11 @@ class Learned:
     """
 
     def __init__(self, passes: Iterable[Any]) -> None:
+        self.num_draws = 0
         self._counts: dict[int, Any] = defaultdict(lambda: np.zeros(0, np.uint32))
         for raw in passes:
             steps = np.frombuffer(raw.tobytes(), np.uint64)
+            self.num_draws += len(steps)
             lanes, at = steps >> np.uint64(24), (steps & np.uint64(2**24 - 1)).astype(np.int64)
             for lane in np.unique(lanes):
                 counts = np.bincount(at[lanes == lane])
@@ -161,13 +164,14 @@ def verdict(history: History, raw: Raw, run: str, rules: Rules, logs: Path | Non
         logs: folder of the passes of its network, if its environment and its network are those of `tagged`.
     """
     appends = [one for one in history.appends if one.run == run]
-    findings = [*history.errors[:MOST], *_appends(appends, raw, rules), *_order(appends), *_versions(appends)]
-    findings += _weights([one for one in history.weights if one.run == run], raw)
+    lanes = {first >> 24 for one in appends for first in one.lanes}
+    of_run = [one for one in sessions(logs) if _lane(one) in lanes] if logs is not None else []
+    learned = Learned(lineage(of_run))
+    findings = [*history.errors[:MOST], *_appends(appends, raw, rules, learned), *_order(appends)]
+    findings += [*_versions(appends), *_weights([one for one in history.weights if one.run == run], raw)]
     findings += _stored(raw)
     if logs is not None:
-        lanes = {first >> 24 for one in appends for first in one.lanes}
-        passes = lineage(one for one in sessions(logs) if _lane(one) in lanes)
-        findings += (_on_policy if rules.epochs else _off_policy)(appends, raw, passes, rules)
+        findings += (_on_policy if rules.epochs else _off_policy)(appends, raw, learned, rules)
     return findings
 
 
@@ -190,12 +194,16 @@ def accepted(appends: Iterable[Append]) -> dict[Name, Append]:
     return found
 
 
-def _appends(appends: list[Append], raw: Raw, rules: Rules) -> Iterator[str]:
-    """Each fragment is written once, if it was acknowledged or if nobody knows, and not if it was refused."""
+def _appends(appends: list[Append], raw: Raw, rules: Rules, learned: Learned) -> Iterator[str]:
+    """Each fragment is written once, if it was acknowledged or if nobody knows, and not if it was refused.
+
+    One that was trimmed between two looks at the stream was learned from.
+    """
     known = accepted(appends)
     unclear = {one.name for one in appends if one.answer not in ACCEPTED | REFUSED}
     times = Counter(name for name in raw.entries.values() if name is not None)
-    yield from _some("acknowledged, but never in the stream", (name for name in known if not times[name]))
+    lost = (name for name, one in known.items() if not times[name] and not learned.times(one).any())
+    yield from _some("acknowledged, but neither seen in the stream nor learned from", lost)
     yield from _some("in the stream more than once", (name for name, num in times.items() if num > 1))
     sent = {one.name for one in appends}
     wrong = (name for name in times if name in sent and name not in known and name not in unclear)
@@ -278,22 +286,23 @@ def _entries(appends: list[Append], raw: Raw) -> list[tuple[bytes, Append]]:
     return [(entry_id, sent[name]) for entry_id, name in names if name in sent]
 
 
-def _on_policy(appends: list[Append], raw: Raw, passes: list[Any], rules: Rules) -> Iterator[str]:
+def _on_policy(appends: list[Append], raw: Raw, learned: Learned, rules: Rules) -> Iterator[str]:
     """Each fragment is learned from in `epochs` passes, in the stream's order; those that wait come last."""
-    learned = Learned(passes)
+    entries = _entries(appends, raw)
     waiting: list[Name] = []
     lost, odd, passed = [], [], []
-    for entry_id, one in _entries(appends, raw):
-        times = learned.times(one)
-        if not times.any():
-            waiting.append(one.name)
-            if entry_id not in raw.stored:
-                lost.append(one.name)
+    for entry_id, one in entries:
+        if learned.times(one).any():
+            passed += waiting
+            waiting = []
             continue
-        passed += waiting
-        waiting = []
-        if (times != rules.epochs).any():
-            odd.append(f"{one.name} ({times.min()} to {times.max()} times)")
+        waiting.append(one.name)
+        if entry_id not in raw.stored:
+            lost.append(one.name)
+    for name, one in (accepted(appends) | {one.name: one for _, one in entries}).items():
+        times = learned.times(one)
+        if times.any() and (times != rules.epochs).any():
+            odd.append(f"{name} ({times.min()} to {times.max()} times)")
     if not rules.may_lose:
         yield from _some("trimmed before it was learned from", lost)
         yield from _some("never learned from, while later ones were", passed)
@@ -301,20 +310,19 @@ def _on_policy(appends: list[Append], raw: Raw, passes: list[Any], rules: Rules)
     yield from _unknown(appends, raw, learned)
 
 
-def _off_policy(appends: list[Append], raw: Raw, passes: list[Any], rules: Rules) -> Iterator[str]:
+def _off_policy(appends: list[Append], raw: Raw, learned: Learned, rules: Rules) -> Iterator[str]:
     """Each fragment that was in the replay for long enough is drawn, and so are the newest ones and each place in them.
 
-    A place is a lane and a step, counted from the fragment's first step and, below zero, from its end.
+    A learner that starts has those that are in the stream. A place is a lane and a step, counted from the fragment's
+    first step and, below zero, from its end.
     """
-    learned, drawn = Learned(passes), sum(len(one) // 8 for one in passes)
-    entries = [one for _, one in _entries(appends, raw)]
-    inserted, never, unseen = 0, [], 0.0
-    total = sum(one.num_steps * len(one.lanes) for one in entries)
+    entries, never, unseen = _entries(appends, raw), [], 0.0
+    sums = [*itertools.accumulate(one.num_steps * len(one.lanes) for _, one in entries)]
+    total = max(sums, default=0)
     expected: Any = defaultdict(float)
     found: Any = Counter()
-    for one in entries:
-        inserted += one.num_steps * len(one.lanes)
-        draws = rules.draws_of_step(inserted, total)
+    for (_, one), inserted, until in zip(entries, sums, _held(entries, sums, raw), strict=True):
+        draws = rules.draws_of_step(inserted, until)
         times = learned.times(one)
         if draws * times.size > SURE and not times.any():
             never.append(one.name)
@@ -329,9 +337,19 @@ def _off_policy(appends: list[Append], raw: Raw, passes: list[Any], rules: Rules
     places = (place for place in expected if expected[place] > SURE and not found[place])
     yield from _some("never learned from, these lanes and steps of any fragment", places)
     most = rules.samples_per_insert * (total - rules.warmup_steps + rules.slack_steps)
-    if drawn > most:
-        yield f"{drawn} draws of {total} steps, at most {most:.0f} are right"
+    if learned.num_draws > most:
+        yield f"{learned.num_draws} draws of {total} steps, at most {most:.0f} are right"
     yield from _unknown(appends, raw, learned)
+
+
+def _held(entries: list[tuple[bytes, Append]], sums: list[int], raw: Raw) -> Iterator[int]:
+    """Yield of each entry how many steps the stream had held, in all, when the entry was last seen in it."""
+    ids, oldest = [order(one) for one, _ in entries], sorted(raw.spans, key=order)
+    seen = [order(one) for one in oldest]
+    for one in ids:
+        at = bisect.bisect(seen, one) - 1
+        until = bisect.bisect(ids, order(raw.spans[oldest[at]])) if at >= 0 else 0
+        yield sums[until - 1] if until else 0
 
 
 def _unknown(appends: list[Append], raw: Raw, learned: Learned) -> Iterator[str]:
