@@ -41,11 +41,12 @@ def test_learners_of_a_group_killed_at_random(fleet: Fleet) -> None:
     draw = random.Random(seed)
     for number in range(20 if EXACT else 3):
         lead, follower = learning(fleet)
+        assert fleet.learner in (lead, follower)
         with fleet.survives(15.0):
             victim = (lead, follower)[number] if number < 2 else draw.choice((lead, follower))
             victim.kill()
-            if victim is fleet.learner:
-                fleet.learner = lead if victim is follower else follower
+            fleet.learner = lead if victim is follower else follower
+            fleet.start_learner()  # it is ready when the group wants one more
     assert fleet.audit().total("refused") == fleet.audit().unknown == 0
 
 
