@@ -33,6 +33,7 @@ from ddrl.types import EvaluationResult
 ONE = evaluations.Evaluation(version=7, first_seed=100, num_episodes=2, purpose="request")
 RESULT = EvaluationResult((1.0, 3.0), (4, 5))
 SOME = 2_000
+PART = 5_000  # written by one script
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +47,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flood(client: Redis, key: str, command: str, num: int = 60_000) -> None:
-    """Let the server itself write `num` members or entries."""
-    client.eval(f"for i = 1, {num} do redis.call({command}) end", 1, key)
+    """Let the server itself write `num` members or entries, in parts that take less than a second."""
+    for first in range(1, num + 1, PART):
+        last = min(num, first + PART - 1)
+        client.eval(f"for i = {first}, {last} do redis.call({command}) end", 1, key)
 
 
 def test_of_a_flood_of_entries_the_newest_are_read_and_one_more_trims_it(client: Redis, run: str) -> None:
