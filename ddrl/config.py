@@ -15,6 +15,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -370,12 +371,26 @@ def find(name: str) -> Path:
     return shipped[stem]
 
 
-def load(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file and apply `a.b=c` overrides (values are YAML).
+def load(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> RunConfig:
+    """Read a YAML file and apply overrides.
+
+    Args:
+        source: file, or what it would hold.
+        overrides: "a.b=c" each, where c is YAML, or values by dotted names.
 
     Raises:
         ConfigError: the file is missing or no YAML mapping, or a setting cannot be used.
     """
+    tree = deepcopy(dict(source)) if isinstance(source, Mapping) else _read(source)
+    given = overrides.items() if isinstance(overrides, Mapping) else map(_override, overrides)
+    for name, value in given:
+        _put(tree, name, value)
+    return validate(tree)
+
+
+def _read(source: str | Path) -> dict[str, Any]:
     try:
         with open(source, "rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -392,9 +407,7 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: holds no settings; expected a mapping such as `env: {{id: ...}}`")
     tree.setdefault("name", re.sub(r"[^a-z0-9-]+", "-", Path(source).stem.lower()).strip("-") or "run")
-    for override in overrides:
-        _override(tree, override)
-    return validate(tree)
+    return tree
 
 
 def parse_yaml(text: str) -> Any:
@@ -468,20 +481,23 @@ def parse(model: type[M], tree: Mapping[str, Any], prefix: str = "") -> M:
         raise ConfigError("; ".join(_explain(model, item, prefix) for item in error.errors()[:9])) from None
 
 
-def _override(tree: dict[str, Any], text: str) -> None:
-    path, equals, value = text.partition("=")
-    names = path.strip().split(".")
-    if not equals or not all(names):
+def _override(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not all(name.strip().split(".")):
         raise ConfigError(f"-s {text}: expected NAME.NAME=VALUE, such as algorithm.gamma=0.99")
-    node = tree
-    for depth, name in enumerate(names[:-1]):
-        node = node.setdefault(name, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"-s {text}: {'.'.join(names[: depth + 1])} is a value, not a section")
     try:
-        node[names[-1]] = parse_yaml(value)
+        return name.strip(), parse_yaml(value)
     except ValueError:
         raise ConfigError(f"-s {text}: the value is not valid YAML") from None
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    *sections, option = name.split(".")
+    for depth, section in enumerate(sections, start=1):
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{name}: {'.'.join(sections[:depth])} is a value, not a section")
+    tree[option] = value
 
 
 def _explain(model: type[BaseModel], item: Any, prefix: str) -> str:

@@ -70,16 +70,7 @@ def evaluate(
     with opened(target, version) as (loaded, client), ExitStack() as stack:
         if noop is not None and not is_atari(loaded.env):
             raise InputError(f"--noop {noop}: {loaded.env.id} is not an ALE game; leave the option out")
-        config = loaded.config.evaluation
-        wanted = Evaluation(
-            version=loaded.version,
-            first_seed=config.seed + config.num_episodes if seed is None else seed,
-            num_episodes=episodes,
-            purpose="request",
-            num_envs=num_envs,
-            epsilon=loaded.policy.evaluation_epsilon if epsilon is None else epsilon,
-            noop_max=noop,
-        )
+        wanted = episodes_of(loaded, episodes, seed, num_envs=num_envs, epsilon=epsilon, noop_max=noop)
         on_frame = None if video is None else stack.enter_context(video_writer(video))
         if not json_output:
             note(f"playing {counted(episodes, 'episode')}")
@@ -88,8 +79,7 @@ def evaluate(
         scoring.play(None if local else client, on_frame=on_frame)
     report = scoring.report()
     if json_output:
-        returns, lengths = zip(*scoring.results(), strict=True)
-        emit({**report, "video": video and str(video), "returns": returns, "lengths": lengths})
+        emit({**report, "video": video and str(video), **scoring.each()})
         return
     shown = {
         "policy": f"{loaded.run}@{loaded.version} on {loaded.env.id}",
@@ -108,6 +98,28 @@ def evaluate(
 
 
 # --- playing, here and on the fleet ----------------------------------------------------------------------
+
+
+def episodes_of(
+    loaded: LoadedPolicy,
+    num: int,
+    seed: int | None,
+    *,
+    num_envs: int,
+    epsilon: float | None = None,
+    noop_max: int | None = None,
+) -> Evaluation:
+    """Return `num` episodes to play; the first seed is by default that of confirmations."""
+    config = loaded.config.evaluation
+    return Evaluation(
+        version=loaded.version,
+        first_seed=config.seed + config.num_episodes if seed is None else seed,
+        num_episodes=num,
+        purpose="request",
+        num_envs=num_envs,
+        epsilon=loaded.policy.evaluation_epsilon if epsilon is None else epsilon,
+        noop_max=noop_max,
+    )
 
 
 class Scoring:
@@ -146,16 +158,17 @@ class Scoring:
         if left := [seed for seed in seeds if seed not in self._scores]:
             self._play_here(left)
 
-    def results(self) -> list[tuple[float, int]]:
-        """Return and length of each episode, in the order of the seeds."""
-        return [self._scores[seed] for seed in self._wanted.seeds]
+    def each(self) -> dict[str, tuple[float, ...]]:
+        """Return `returns` and `lengths` of the episodes, in the order of their seeds."""
+        returns, lengths = zip(*(self._scores[seed] for seed in self._wanted.seeds), strict=True)
+        return {"returns": returns, "lengths": lengths}
 
     def report(self) -> dict[str, Any]:
         """Return what `--json` prints of a score."""
         from ddrl.runs.evaluation import is_atari, with_noops
 
         env = with_noops(self._loaded.env, self._wanted.noop_max)
-        returns, lengths = zip(*self.results(), strict=True)
+        returns, lengths = self.each().values()
         return {
             "run": self._loaded.run,
             "policy_version": self._loaded.version,

@@ -17,16 +17,14 @@ from ddrl.cli import view
 from ddrl.cli.format import duration, score
 from ddrl.cli.hints import ROOM_WAIT, STARTING_S
 from ddrl.cli.output import AS_IT_IS, Client, Json, Run, answer, server_of
-from ddrl.cli.watcher import Figures, Watcher
+from ddrl.cli.watcher import Figures, polls
 from ddrl.runs.records import summary
-from ddrl.store import connection
 from ddrl.store.evaluations import INFO
-from ddrl.store.runs import RunState, UnknownRunError
+from ddrl.store.runs import RunState
 
 POLL_S = 0.5
 TICK_S = 0.2
 LINE_S = 5.0
-OUTAGE_S = 300.0  # after this long without the server, the command fails with the connection error
 ECHO = 2  # columns left free: "^C", as the terminal echoes it, must not wrap a line
 
 
@@ -52,12 +50,11 @@ def follow(
         on_tick: called about every 0.2 s, by a command that started processes; its exceptions pass through.
 
     Raises:
-        UnknownRunError: a run does not exist, or has been missing for longer than OUTAGE_S.
-        redis.RedisError: the server has not answered for longer than OUTAGE_S, or waiting does not help.
+        UnknownRunError, redis.RedisError: as `watcher.polls`.
     """
-    watchers = [Watcher(client, run, starting_s=STARTING_S if on_tick else 0.0) for run in runs]
+    polled = polls(client, runs, starting_s=STARTING_S if on_tick else 0.0)
     console = Console(stderr=json_output, **AS_IT_IS)
-    next_poll, outage_at = 0.0, None
+    next_poll = 0.0
     with ExitStack() as stack:
         if json_output or not console.is_terminal:
             show = Lines(console.file, show_seed=len(runs) > 1).show
@@ -67,18 +64,8 @@ def follow(
         while True:
             if on_tick is not None:
                 on_tick()
-            now = time.monotonic()
-            if now >= next_poll:
-                try:
-                    figures = [watcher.poll() for watcher in watchers]
-                    outage_at = None
-                except (UnknownRunError, *connection.OUTAGES) as error:
-                    reason = _outage_text(error)
-                    outage_at = outage_at or now
-                    if reason is None or now - outage_at > OUTAGE_S:
-                        raise
-                    figures = [watcher.without_server(reason) for watcher in watchers]
-                show(figures)
+            if time.monotonic() >= next_poll:
+                show(figures := next(polled))
                 states = [each.state for each in figures]
                 if all(state.ended for state in states):
                     return states
@@ -93,14 +80,6 @@ def _show_live(live: Live, runs: Sequence[Figures]) -> None:
     else:
         shown = view.several_runs(runs, width=min(width, 120))
     live.update(shown, refresh=True)
-
-
-def _outage_text(error: Exception) -> str | None:
-    """Return the message to show during an outage; None if the error is no outage."""
-    if isinstance(error, UnknownRunError):
-        return "the run is not on the server; waiting for its learner to restore it"
-    text = connection.outage(error)
-    return f"{text}; waiting for it" if text else None
 
 
 # --- plain lines -------------------------------------------------------------------------------------

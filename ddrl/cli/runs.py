@@ -16,6 +16,8 @@ from ddrl.cli.output import Client, InputError, Json, Run, Yes
 from ddrl.store import runs as store
 from ddrl.store.connection import StoreError
 
+BY = " by the operator"  # the reason of a change of status
+
 
 def runs(
     number_of: Annotated[int, typer.Option("--last", "-n", min=1, help="Show the newest, so many.")] = 20,
@@ -103,20 +105,30 @@ def _describe(client: Client, run: str, now_s: float) -> dict[str, Any] | None:
     }
 
 
+def change_status(client: Client, run: str, new: str) -> store.RunState:
+    """Stop or pause a run; return its state before.
+
+    Raises:
+        InputError: it has ended, or is as wanted already.
+    """
+    old = store.state(client, run)
+    if old.ended or (old.outcome and new == "paused"):
+        remedy = "" if old.outcome in ("solved", "time") else f"; `ddrl resume {run}` continues it"
+        raise InputError(f"run {run}: has already ended ({old.outcome}){remedy}")
+    if old.status == new:
+        raise InputError(f"run {run}: is already {new}; `ddrl resume {run}` continues it")
+    if not old.outcome and not store.set_status(client, run, new, f"{new}{BY}"):
+        raise InputError(f"run {run}: has ended meanwhile ({store.status(client, run)})")
+    return old
+
+
 def _change(run: str, new: str, json_output: bool) -> None:
-    reason = f"{new} by the operator"
     with output.server_of(run) as (client, run):
-        old = store.state(client, run)
-        if old.ended or (old.outcome and new == "paused"):
-            remedy = "" if old.outcome in ("solved", "time") else f"; `ddrl resume {run}` continues it"
-            raise InputError(f"run {run}: has already ended ({old.outcome}){remedy}")
-        if old.status == new:
-            raise InputError(f"run {run}: is already {new}; `ddrl resume {run}` continues it")
-        if not old.outcome and not store.set_status(client, run, new, reason):
-            raise InputError(f"run {run}: has ended meanwhile ({store.status(client, run)})")
+        old = change_status(client, run, new)
         if new == "paused":
             text = f"paused {run}; continue it with `ddrl resume {run}`"
-            output.answer({"run": run, "status": new, "reason": reason}, text, json_output=json_output)
+            report = {"run": run, "status": new, "reason": f"{new}{BY}"}
+            output.answer(report, text, json_output=json_output)
             return
         from ddrl.cli import live
         from ddrl.runs import processes

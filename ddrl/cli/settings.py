@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddrl.cli.format import flat
-from ddrl.cli.output import InputError, Json, Run, answer, emit, note, server_of, table
+from ddrl.cli.output import Client, InputError, Json, Run, answer, emit, note, server_of, table
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
@@ -33,30 +33,46 @@ def set_(
     """Change settings of a run while it goes on, either all of them or none; or list those that can change."""
     wanted = parse(settings or [])
     with server_of(run) as (client, run):
-        state = store.state(client, run)
-        if state.outcome:
-            remedy = "" if state.outcome == "solved" else f"; `ddrl resume {run}` continues it first"
-            raise InputError(f"run {run}: has ended ({state.outcome}), its settings cannot change{remedy}")
-        before, spaces = store.config(client, run), store.spaces(client, run)
         if not wanted:
-            _list(run, before, spaces, json_output)
+            _check_active(client, run)
+            _list(run, store.config(client, run), store.spaces(client, run), json_output)
             return
-        after, changes = change(before, spaces, wanted)
-        version = state.config_version
-        if changes:
-            from ddrl.runs import submit
-
-            submit.check_memory(client, after, run=run)
-            version = store.change(client, run, after, changes, version=version)
-        values = values_of(after, spaces)
-        unchanged = {name: values[name] for name in wanted if name not in changes}
-    rows = [{"option": name, "from": old, "to": new} for name, (old, new) in changes.items()]
-    report = {"run": run, "config_version": version, "changes": rows, "unchanged": unchanged}
-    lines = [f"{name}: already {json.dumps(value)}" for name, value in unchanged.items()]
-    lines += [f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in changes.items()]
+        report = apply(client, run, wanted)
+        is_leased = store.state(client, run).leased
+    rows = [(row["option"], *map(json.dumps, (row["from"], row["to"]))) for row in report["changes"]]
+    lines = [f"{name}: already {json.dumps(value)}" for name, value in report["unchanged"].items()]
+    lines += [f"{name}: {old} -> {new}" for name, old, new in rows]
     answer(report, "\n".join(lines), json_output=json_output)
-    if changes and not state.leased and not json_output:
+    if rows and not is_leased and not json_output:
         note(f"{run}: has no learner now; the next one uses the new settings")
+
+
+def apply(client: Client, run: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Change settings of a run; return what `ddrl set --json` prints.
+
+    Raises:
+        InputError, ConfigError, StoreError: it has ended, or an option or a value cannot be used; nothing is changed.
+    """
+    version = _check_active(client, run).config_version
+    before, spaces = store.config(client, run), store.spaces(client, run)
+    after, changes = change(before, spaces, wanted)
+    if changes:
+        from ddrl.runs import submit
+
+        submit.check_memory(client, after, run=run)
+        version = store.change(client, run, after, changes, version=version)
+    values = values_of(after, spaces)
+    rows = [{"option": name, "from": old, "to": new} for name, (old, new) in changes.items()]
+    unchanged = {name: values[name] for name in wanted if name not in changes}
+    return {"run": run, "config_version": version, "changes": rows, "unchanged": unchanged}
+
+
+def _check_active(client: Client, run: str) -> store.RunState:
+    state = store.state(client, run)
+    if state.outcome:
+        remedy = "" if state.outcome == "solved" else f"; `ddrl resume {run}` continues it first"
+        raise InputError(f"run {run}: has ended ({state.outcome}), its settings cannot change{remedy}")
+    return state
 
 
 def _list(run: str, config: RunConfig, spaces: EnvSpec, json_output: bool) -> None:

@@ -58,9 +58,9 @@ def submit(
     path, preset = configs.find(config), configs.presets().get(config.removesuffix(".yaml"))
     resolved = configs.load(path, [*(set_ or []), *options])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    with_learner = _starts_learner(with_learner, [resolved])
+    with_learner = starts_learner(with_learner, [resolved])
     with server() as client:
-        num_workers = _num_workers(workers)
+        num_workers = num_workers_here(workers)
         runs = create_all(client, resolved, seeds, initial, num_workers)
         if preset is not None and path.resolve() != preset.resolve():
             note(f"{path}: the file in this folder, not the preset {preset.stem} that ddrl ships")
@@ -92,13 +92,7 @@ def resume(
     with server() as client:
         found = (local_checkpoints.find_or_restore(client, name, Path("runs")) for name in runs or ["last"])
         names = list(dict.fromkeys(found))
-        before = [store.state(client, run) for run in names]
-        if all(state.leased and not state.outcome for state in before):  # learners hold them: only follow
-            with_learner, workers = with_learner or False, workers or 0
-        with_learner = _starts_learner(with_learner, (store.config(client, run) for run in names))
-        for run in names:
-            store.reactivate(client, run, more_time_s=more_time_s)
-        num_workers = _num_workers(workers)
+        num_workers, with_learner = reactivate(client, names, workers, with_learner, more_time_s)
         if detach:
             return _detach(names, num_workers, with_learner, json_output, "resumed")
         _attend(client, names, num_workers, with_learner, json_output, started)
@@ -160,7 +154,24 @@ def create_all(
     return created
 
 
-def _starts_learner(wanted: bool | None, runs: Iterable[configs.RunConfig]) -> bool:
+def reactivate(
+    client: Client,
+    runs: Sequence[str],
+    workers: int | None,
+    with_learner: bool | None,
+    more_time_s: float | None = None,
+) -> tuple[int, bool]:
+    """Continue runs; return the number of rollout processes to start here, and whether to start learners."""
+    before = [store.state(client, run) for run in runs]
+    if all(state.leased and not state.outcome for state in before):  # learners hold them: only follow
+        with_learner, workers = with_learner or False, workers or 0
+    with_learner = starts_learner(with_learner, (store.config(client, run) for run in runs))
+    for run in runs:
+        store.reactivate(client, run, more_time_s=more_time_s)
+    return num_workers_here(workers), with_learner
+
+
+def starts_learner(wanted: bool | None, runs: Iterable[configs.RunConfig]) -> bool:
     """Return whether to start learners here; the default is for the embedded server only.
 
     Raises:
@@ -175,7 +186,7 @@ def _starts_learner(wanted: bool | None, runs: Iterable[configs.RunConfig]) -> b
     return starts
 
 
-def _num_workers(wanted: int | None) -> int:
+def num_workers_here(wanted: int | None) -> int:
     """Return the number of rollout processes to start; the default is for the embedded server only."""
     if wanted is not None:
         return wanted

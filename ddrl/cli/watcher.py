@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ddrl.cli import hints
 from ddrl.cli.output import Client
 from ddrl.config import RunConfig
-from ddrl.store import evaluations, learners, metrics, runs, segments, stream, workers
+from ddrl.store import connection, evaluations, learners, metrics, runs, segments, stream, workers
 from ddrl.store.learners import Member
+from ddrl.store.runs import UnknownRunError
 
 FLEET_S = 2.0  # between two polls of workers, other runs and the server, which cost more than the run's state
+OUTAGE_S = 300.0  # after this long without the server, the command fails with the connection error
 WINDOW_S = 60.0  # over which shares and waits are measured
 # Only so many of the newest are held, as workers may write any number.
 MOST_ROWS, MOST_RETURNS, MOST_NOTICES = 10_000, 1_000_000, 100
@@ -131,6 +134,42 @@ def entitled(run: runs.RunState | segments.RunLoad, loads: Iterable[segments.Run
     """Return a run's share by its weight, among the active runs of its priority."""
     total = sum(load.weight for load in loads if load.priority == run.priority)
     return run.weight / total if total else 1.0
+
+
+def polls(client: Client, runs: Sequence[str], *, starting_s: float = 0.0) -> Iterator[list[Figures]]:
+    """Yield the states of runs, as often as they are asked for, until all have ended.
+
+    Args:
+        client: connection to the server.
+        runs: their ids.
+        starting_s: as of `Watcher`.
+
+    Raises:
+        UnknownRunError: a run does not exist, or has been missing for longer than OUTAGE_S.
+        redis.RedisError: the server has not answered for longer than OUTAGE_S, or waiting does not help.
+    """
+    watchers, outage_at = [Watcher(client, run, starting_s=starting_s) for run in runs], math.inf
+    while True:
+        try:
+            figures = [watcher.poll() for watcher in watchers]
+            outage_at = math.inf
+        except (UnknownRunError, *connection.OUTAGES) as error:
+            reason, now = _outage_text(error), time.monotonic()
+            outage_at = min(outage_at, now)
+            if reason is None or now - outage_at > OUTAGE_S:
+                raise
+            figures = [watcher.without_server(reason) for watcher in watchers]
+        yield figures
+        if all(each.state.ended for each in figures):
+            return
+
+
+def _outage_text(error: Exception) -> str | None:
+    """Return the message to show during an outage; None if the error is no outage."""
+    if isinstance(error, UnknownRunError):
+        return "the run is not on the server; waiting for its learner to restore it"
+    text = connection.outage(error)
+    return f"{text}; waiting for it" if text else None
 
 
 class Watcher:

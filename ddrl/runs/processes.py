@@ -212,7 +212,10 @@ def start_detached(runs: Sequence[str], workers: int, with_learner: bool) -> Non
     folder = Path("runs") / runs[0]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "detached.log").open("ab") as log:
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    threading.Thread(target=process.wait, name="detached", daemon=True).start()  # else it stays as a zombie
 
 
 def keep_running(

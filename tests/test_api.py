@@ -1,0 +1,93 @@
+"""What `import ddrl` offers: a run from its submission to its policy, in a script; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from redis import Redis
+from support.runs import target_tree
+
+import ddrl
+from ddrl.cli.output import InputError, ServerError
+from ddrl.config import ConfigError
+from ddrl.store import connection, runs
+from ddrl.store.runs import UnknownRunError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def waiting(**options: object) -> ddrl.Run:
+    """Submit a run for which nothing is started."""
+    return ddrl.submit(target_tree(), options, workers=0, learner=False)
+
+
+def test_a_run_is_learned_watched_and_played(client: Redis, folder: Path) -> None:
+    run = ddrl.submit(target_tree(), {"stop.time": 100}, seed=7, workers=1, learner=True)
+    assert runs.config(client, run.id).seed == 7 and runs.config(client, run.id).stop.time == 100
+    seen = [(figures.state.ended, figures.state.updates) for figures in run.watch(every_s=0.2)]
+    assert [ended for ended, _ in seen].count(True) == 1 and seen[-1][0] and seen[-1][1] > seen[0][1]
+    end = run.wait()
+    assert end == {**run.summary(), "wall_s": end["wall_s"]} and run.status == "solved"
+    evaluated = [row for row in run.records().evaluated if row["purpose"] == "confirm"]
+    assert evaluated[-1]["return_mean"] >= -0.5
+    counted: list[tuple[int, int]] = []
+    report = run.evaluate(6, local=True, on_progress=lambda *now: counted.append(now))
+    assert len(report["returns"]) == 6 and report["return_mean"] >= -1.0 and counted[-1] == (6, 6)
+    assert report["policy_version"] == end["policy_version"]
+    run.export(folder / "a.safetensors", "latest")
+    with pytest.raises(InputError, match="is neither a number, nor best, nor latest"):
+        run.policy("newest")
+    loaded, policy = ddrl.policy.load(folder / "a.safetensors"), run.policy("latest")
+    env = policy.make_env()
+    observation, _ = env.reset(seed=1)
+    assert (policy.action(observation) == loaded.action(np.asarray(observation))).all()
+    assert repr(ddrl.run(run.id[:-2])) == f"<ddrl run {run.id}>" == repr(ddrl.all_runs()[-1])
+
+
+def test_a_run_is_changed_while_it_waits(client: Redis) -> None:
+    run = waiting(weight=2)
+    assert run.set({"weight": 3.5})["changes"] == [{"option": "weight", "from": 2.0, "to": 3.5}]
+    run.pause()
+    assert run.status == "paused"
+    with pytest.raises(InputError, match="already paused"):
+        run.pause()
+    run.resume(workers=0, learner=False, time="15m")
+    assert run.status == "active" and runs.config(client, run.id).stop.time == 900
+    assert run.stop()["status"] == "stopped" and next(run.watch()).state.ended
+    with pytest.raises(InputError, match="has already ended"):
+        run.stop()
+    with pytest.raises(InputError, match=r"has ended \(stopped\), its settings cannot change"):
+        run.set({"weight": 1})
+
+
+def test_what_cannot_be_is_refused_as_on_the_command_line(client: Redis) -> None:
+    tree = target_tree()
+    with pytest.raises(ConfigError, match="did you mean gamma"):
+        waiting(**{"algorithm.gama": 0.9})
+    with pytest.raises(ConfigError, match="seed is a value, not a section"):
+        ddrl.submit({**tree, "seed": 1}, {"seed.a": 1})
+    with pytest.raises(ConfigError, match="no such file or preset"):
+        ddrl.submit("lunarr")
+    with pytest.raises(UnknownRunError, match="there are none yet"):
+        ddrl.run()
+    assert ddrl.all_runs() == [] and tree == target_tree()  # the settings given are not changed
+    run = waiting()
+    with pytest.raises(InputError, match="has published no weights yet"):
+        run.policy()
+    with pytest.raises(ConfigError, match="time: '1 week' is not a duration"):
+        run.resume(time="1 week")
+    with pytest.raises(AttributeError, match="no attribute 'sumbit'"):
+        ddrl.sumbit  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(connection.URL_VARIABLE, "redis://127.0.0.1:1")
+    monkeypatch.setattr(connection, "RETRIES", 0)
+    with pytest.raises(ServerError, match=r"127\.0\.0\.1:1"):
+        ddrl.all_runs()
