@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,8 @@ from ddrl.cli.output import InputError, ServerError
 from ddrl.config import ConfigError
 from ddrl.store import connection, runs
 from ddrl.store.runs import UnknownRunError
+
+GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +53,16 @@ def test_a_run_is_learned_watched_and_played(client: Redis, folder: Path) -> Non
     observation, _ = env.reset(seed=1)
     assert (policy.action(observation) == loaded.action(np.asarray(observation))).all()
     assert repr(ddrl.run(run.id[:-2])) == f"<ddrl run {run.id}>" == repr(ddrl.all_runs()[-1])
+
+
+def test_the_script_of_the_guide(home: Path, folder: Path) -> None:
+    """It starts all that it needs, and leaves nothing behind but the run."""
+    [script] = re.findall(r"```python\n(import ddrl\n.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith("active 0 None") and float(last.split()[-1]) > 400
+    assert len(list(folder.glob("runs/cartpole-*/policy.safetensors"))) == 1
 
 
 def test_a_run_is_changed_while_it_waits(client: Redis) -> None:
