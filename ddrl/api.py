@@ -29,6 +29,7 @@ from ddrl.cli import runs as operator
 from ddrl.cli import submit as submission
 from ddrl.cli.watcher import Figures
 from ddrl.runs import processes, records
+from ddrl.runs.prune import prune_embedded
 from ddrl.runs.records import Records
 from ddrl.store import connection
 from ddrl.store import runs as store
@@ -69,8 +70,8 @@ def submit(
     starts_learner = submission.starts_learner(learner, [resolved])
     client, num_workers = _client(), submission.num_workers_here(workers)
     [run] = submission.create_all(client, resolved, 1, initial, num_workers)
-    if num_workers or starts_learner:
-        processes.start_detached([run], num_workers, starts_learner)
+    prune_embedded(client)
+    processes.start_detached([run], num_workers, starts_learner)
     return Run(run)
 
 
@@ -156,9 +157,8 @@ class Run:
             time: more of it, such as "15m".
         """
         more_s = configs.duration(time, "time") if time else None
-        num_workers, starts_learner = submission.reactivate(_client(), [self.id], workers, learner, more_s)
-        if num_workers or starts_learner:
-            processes.start_detached([self.id], num_workers, starts_learner)
+        lacks = submission.reactivate(_client(), [self.id], workers, learner, more_s)
+        processes.start_detached([self.id], *lacks)
 
     def stop(self) -> dict[str, Any]:
         """End the run, and return its summary once all is saved. InputError: it has ended."""

@@ -195,8 +195,7 @@ def num_workers_here(wanted: int | None) -> int:
 
 def _detach(runs: list[str], num_workers: int, with_learner: bool, json_output: bool, done: str) -> None:
     """Start the processes that are missing, and leave them to themselves; `done` says what was done to the runs."""
-    if num_workers or with_learner:
-        local.start_detached(runs, num_workers, with_learner)
+    local.start_detached(runs, num_workers, with_learner)
     rows = [{"run": run, "status": "active"} for run in runs]
     text = "\n".join(f"{run}: {done}; watch it with `ddrl watch {run}`" for run in runs)
     answer(rows[0] if len(rows) == 1 else {"runs": rows}, text, json_output=json_output)

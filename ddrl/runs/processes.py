@@ -206,7 +206,9 @@ def start(client: Redis, processes: Processes, runs: Sequence[str], workers: int
 
 
 def start_detached(runs: Sequence[str], workers: int, with_learner: bool) -> None:
-    """Start the processes of runs under `ddrl detached`, a process that outlives this one."""
+    """Start the processes of runs, if any, under `ddrl detached`, a process that outlives this one."""
+    if not workers and not with_learner:
+        return
     command = [sys.executable, "-m", "ddrl", "detached", *runs, "--workers", str(workers)]
     command.append("--learner" if with_learner else "--no-learner")
     folder = Path("runs") / runs[0]
