@@ -9,52 +9,109 @@
     action = run.policy().action(observation)
 
 `DDRL_REDIS_URL` names the server; without it, ddrl starts one of its own, which this process keeps until it ends.
-Errors are those of the command line, whose messages are one line with the remedy: ConfigError, InputError, StoreError
-and EnvError for what was asked, ServerError where no server can be reached.
+Errors are those of the command line, with one line that names the remedy: `ddrl.ConfigError`, `ddrl.EnvError`,
+`ddrl.InputError` and `ddrl.StoreError` for what was asked, `ddrl.ServerError` where no server answers.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
+import inspect
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from functools import cache
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+
+from pydantic import Field, ValidationError, validate_call
 
 from ddrl import config as configs
 from ddrl.cli import output, policies, settings, watcher
 from ddrl.cli import runs as operator
 from ddrl.cli import submit as submission
-from ddrl.cli.watcher import Figures
+from ddrl.cli.output import InputError, ServerError
+from ddrl.cli.watcher import Figures, Watcher
+from ddrl.config import ConfigError
+from ddrl.envs import EnvError
 from ddrl.runs import processes, records
-from ddrl.runs.prune import prune_embedded
 from ddrl.runs.records import Records
-from ddrl.store import connection
+from ddrl.store import connection, local_checkpoints
 from ddrl.store import runs as store
+from ddrl.store.connection import StoreError
 
 if TYPE_CHECKING:
     from ddrl.policy import LoadedPolicy
+else:
+    LoadedPolicy = Any  # which loads torch
 
-_connections = ExitStack()
-atexit.register(_connections.close)
+__all__ = [
+    "ConfigError",
+    "EnvError",
+    "InputError",
+    "Run",
+    "ServerError",
+    "StoreError",
+    "all_runs",
+    "run",
+    "submit",
+]
+
+Workers = Annotated[int | None, Field(ge=0, le=1024)]
+Version = int | str | None
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
+def _checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Refuse arguments outside their types and limits with an InputError; an outage becomes a ServerError."""
+    validated = functools.cache(
+        lambda: validate_call(function)
+    )  # at the first call its types are all defined
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            with _reached():
+                return validated()(*args, **options)
+        except ValidationError as error:
+            item, names = error.errors()[0], [*inspect.signature(function).parameters]
+            place = item["loc"][0]
+            name = names[place] if isinstance(place, int) and place < len(names) else place
+            reason = f"{item['input']!r:.200} cannot be used; {item['msg'][0].lower()}{item['msg'][1:]}"
+            raise InputError(f"{function.__name__}: {name}: {reason}") from None
+
+    return call
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    """Make an outage a ServerError."""
+    try:
+        yield
+    except connection.OUTAGES as error:
+        raise ServerError(connection.outage(error) or str(error)) from error
+
+
+@_checked
 def submit(
     config: str | Path | Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
     *,
     seed: int | None = None,
-    workers: int | None = None,
+    workers: Workers = None,
     learner: bool | None = None,
-    initial: str | None = None,
+    initial: str | Path | None = None,
 ) -> Run:
     """Start a run as `ddrl submit --detach` does: its processes go on when this one ends.
 
+    They are processes of their own: an environment or a network of yours is named by its module, "my_pkg.module:make".
+
     Args:
         config: YAML file, name of a preset, or the settings themselves.
-        options: overrides, such as {"algorithm.gamma": 0.98}.
+        options: overrides by dotted names, such as {"algorithm.gamma": 0.98}.
         seed: of the run.
         workers: rollout processes to start here; by default all cores but one with the embedded server, else none.
         learner: start a learner here; by default with the embedded server only.
@@ -62,104 +119,140 @@ def submit(
 
     Raises:
         ConfigError, EnvError, InputError, StoreError: the run cannot be started so; nothing of it is left.
-        ServerError: no server can be reached.
+        ServerError: no server answers.
     """
     given = {} if seed is None else {"seed": seed}
     source = config if isinstance(config, Mapping) else configs.find(str(config))
     resolved = configs.load(source, {**(options or {}), **given})
     starts_learner = submission.starts_learner(learner, [resolved])
     client, num_workers = _client(), submission.num_workers_here(workers)
-    [run] = submission.create_all(client, resolved, 1, initial, num_workers)
-    prune_embedded(client)
+    if num_workers or starts_learner:
+        processes.check_folder()
+    weights = None if initial is None else str(initial)
+    [run] = submission.create_all(client, resolved, 1, weights, num_workers)
+    submission.prune(client)
     processes.start_detached([run], num_workers, starts_learner)
     return Run(run)
 
 
+@_checked
 def run(name: str = "last") -> Run:
     """Return the run of an id, of the start of one, or the newest.
 
     Raises:
         UnknownRunError: there is none.
-        ServerError: no server can be reached.
+        ServerError: no server answers.
     """
-    return Run(store.resolve(_client(), name))
+    return Run(output.resolve(_client(), name))
 
 
+@_checked
 def all_runs() -> list[Run]:
     """Return the runs on the server, the newest last."""
     return [Run(run) for run in store.names(_client())]
 
 
+@dataclass(frozen=True)
 class Run:
-    """A run on the server.
+    """A run on the server that `DDRL_REDIS_URL` names.
 
     Attributes:
         id: by which all commands know it.
     """
 
-    def __init__(self, run: str) -> None:
-        self.id = run
-
-    def __repr__(self) -> str:
-        return f"<ddrl run {self.id}>"
+    id: str
 
     @property
     def status(self) -> str:
         """Such as active, paused, solved, time, stopped or failed."""
-        state = store.state(_client(), self.id)
+        state: store.RunState = self._state()
         return state.outcome or state.status
 
     # --- watch ---------------------------------------------------------------------------------------------
 
+    @_checked
     def summary(self) -> dict[str, Any]:
         """Return the results so far: what `ddrl submit --json` prints in the end."""
         return records.summary(_client(), self.id)
 
+    @_checked
     def records(self) -> Records:
         """Return the history: figures of the learner, training episodes, evaluations, journal."""
         return records.read(_client(), self.id)
 
-    def watch(self, every_s: float = 1.0) -> Iterator[Figures]:
+    @_checked
+    def watch(self, every_s: Annotated[float, Field(gt=0)] = 1.0) -> Iterator[Figures]:
         """Yield the state of the run now and then, the last time when it has ended.
 
-        A server that is away is waited for; `Figures.hint` says so, or why nothing happens.
-        """
-        for [figures] in watcher.polls(_client(), [self.id]):
-            yield figures
-            if not figures.state.ended:
-                time.sleep(every_s)
+        Its lists are those of the state before, with what has been added. A server that is away is waited for;
+        `Figures.hint` says so, or why nothing happens.
 
-    def wait(self) -> dict[str, Any]:
-        """Wait until the run has ended, and return its summary."""
-        for _ in self.watch():
-            pass
+        Raises:
+            UnknownRunError, ServerError: there is no such run, or it or the server has been away for five minutes.
+        """
+        polled = watcher.polls([Watcher(_client(), self.id)])
+
+        def states() -> Iterator[Figures]:
+            is_active = True
+            while is_active:
+                with _reached():
+                    [figures] = next(polled)
+                yield replace(figures)
+                if is_active := not figures.state.ended:
+                    time.sleep(every_s)
+
+        return states()
+
+    @_checked
+    def wait(self, timeout_s: Annotated[float, Field(gt=0)] | None = None) -> dict[str, Any]:
+        """Wait until the run has ended, and return its summary; why nothing happens goes to stderr.
+
+        Raises:
+            TimeoutError: it has not ended within `timeout_s`; it goes on.
+        """
+        deadline, said = None if timeout_s is None else time.monotonic() + timeout_s, ""
+        for figures in self.watch():
+            if figures.hint not in (said, "starting"):
+                output.note(f"{self.id}: {figures.hint or 'goes on'}")
+                said = figures.hint
+            if deadline is not None and time.monotonic() > deadline and not figures.state.ended:
+                raise TimeoutError(f"{self.id}: has not ended within {timeout_s:g} s; it goes on")
         return self.summary()
 
     # --- change --------------------------------------------------------------------------------------------
 
+    @_checked
     def set(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Change settings while the run goes on, all or none; return what has changed, as `ddrl set --json` prints it.
 
         Raises:
             InputError, ConfigError, StoreError: the run has ended, or an option or a value cannot be used.
         """
-        return settings.apply(_client(), self.id, options)
+        wanted = {str(name): configs.plain(str(name), value) for name, value in options.items()}
+        return settings.apply(_client(), self.id, wanted)
 
+    @_checked
     def pause(self) -> None:
         """Pause the run until `resume`; nothing is lost. InputError: it is paused or has ended."""
         operator.change_status(_client(), self.id, "paused")
 
-    def resume(self, *, workers: int | None = None, learner: bool | None = None, time: str = "") -> None:
-        """Go on from the newest checkpoint; what the run lacks is started here, as by `submit`.
+    @_checked
+    def resume(
+        self, *, workers: Workers = None, learner: bool | None = None, time: float | str | None = None
+    ) -> None:
+        """Go on from the newest checkpoint, of a run that the server has lost from the one in its folder.
 
         Args:
-            workers, learner: as of `submit`; by default nothing where a learner holds the run.
-            time: more of it, such as "15m".
+            workers, learner: to start here, as of `submit`; by default nothing where a learner holds the run.
+            time: more of it, in seconds, or such as "15m".
         """
-        more_s = configs.duration(time, "time") if time else None
-        lacks = submission.reactivate(_client(), [self.id], workers, learner, more_s)
-        processes.start_detached([self.id], *lacks)
+        more_s = None if time is None else configs.duration(str(time), "time")
+        client = _client()
+        run = local_checkpoints.find_or_restore(client, self.id, Path("runs"))
+        num_workers, starts_learner = submission.reactivate(client, [run], workers, learner, more_s)
+        processes.start_detached([run], num_workers, starts_learner)
 
+    @_checked
     def stop(self) -> dict[str, Any]:
         """End the run, and return its summary once all is saved. InputError: it has ended."""
         operator.change_status(_client(), self.id, "stopped")
@@ -168,7 +261,8 @@ class Run:
 
     # --- results -------------------------------------------------------------------------------------------
 
-    def policy(self, version: int | str | None = None) -> LoadedPolicy:
+    @_checked
+    def policy(self, version: Version = None) -> LoadedPolicy:
         """Return a policy that acts.
 
         Args:
@@ -178,19 +272,25 @@ class Run:
 
         return from_run(_client(), self.id, self._version(version))
 
-    def export(self, path: str | Path, version: int | str | None = None) -> None:
-        """Write a policy to a file, which `ddrl.policy.load` reads anywhere."""
-        from ddrl.policy import save
+    @_checked
+    def export(self, path: str | Path = ".", version: Version = None, *, force: bool = False) -> Path:
+        """Write a policy to a file, which `ddrl.policy.load` reads anywhere; return the file.
 
-        save(_client(), self.id, self._version(version), Path(path))
+        Args:
+            path: of the file, or a folder for RUN-vVERSION.safetensors.
+            version: as of `policy`.
+            force: replace the file if there is one.
+        """
+        return policies.write(_client(), self.id, self._version(version), Path(path), force)
 
+    @_checked
     def evaluate(
         self,
-        episodes: int = 100,
-        version: int | str | None = None,
+        episodes: Annotated[int, Field(ge=1)] = 100,
+        version: Version = None,
         *,
-        seed: int | None = None,
-        num_envs: int = 20,
+        seed: Annotated[int, Field(ge=0)] | None = None,
+        num_envs: Annotated[int, Field(ge=1, le=4096)] = 20,
         local: bool = False,
         on_progress: Callable[[int, int], None] = lambda played, of: None,
     ) -> dict[str, Any]:
@@ -211,15 +311,25 @@ class Run:
         scoring.play(None if local else _client())
         return {**scoring.report(), **scoring.each()}
 
-    def _version(self, version: int | str | None) -> int:
+    @_checked
+    def _state(self) -> store.RunState:
+        return store.state(_client(), self.id)
+
+    def _version(self, version: Version) -> int:
+        self._state()  # UnknownRunError, if it was deleted
         return policies.choose(_client(), self.id, None if version is None else str(version))
+
+
+_connections, _lock = ExitStack(), threading.Lock()
+atexit.register(_connections.close)
 
 
 def _client() -> output.Client:
     """Return the connection to the server of now; each stays open until this process ends."""
-    return _connected(connection.url())
+    with _lock:
+        return _connected(connection.url())
 
 
-@cache
+@functools.cache
 def _connected(url: str) -> output.Client:
     return _connections.enter_context(output.server())

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import os
 import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -383,11 +383,35 @@ def load(
     Raises:
         ConfigError: the file is missing or no YAML mapping, or a setting cannot be used.
     """
-    tree = deepcopy(dict(source)) if isinstance(source, Mapping) else _read(source)
-    given = overrides.items() if isinstance(overrides, Mapping) else map(_override, overrides)
-    for name, value in given:
-        _put(tree, name, value)
+    tree = plain("the settings", source) if isinstance(source, Mapping) else _read(source)
+    if isinstance(overrides, Mapping):
+        for name, value in overrides.items():
+            _put(tree, str(name), plain(str(name), value))
+    else:
+        for override in overrides:
+            _override(tree, override)
     return validate(tree)
+
+
+def plain(name: str, value: Any) -> Any:
+    """Return a value as YAML would give it: numbers of NumPy as Python's, any mapping as a dictionary.
+
+    Raises:
+        ConfigError: it is none that YAML could give; the message begins with `name`.
+    """
+
+    def simpler(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return dict(part)
+        if hasattr(part, "tolist"):
+            return part.tolist()
+        raise TypeError
+
+    try:
+        return json.loads(json.dumps(value, default=simpler))
+    except (TypeError, ValueError):
+        kinds = "give numbers, texts, lists and mappings"
+        raise ConfigError(f"{name}: {value!r:.200} cannot be used; {kinds}") from None
 
 
 def _read(source: str | Path) -> dict[str, Any]:
@@ -481,22 +505,26 @@ def parse(model: type[M], tree: Mapping[str, Any], prefix: str = "") -> M:
         raise ConfigError("; ".join(_explain(model, item, prefix) for item in error.errors()[:9])) from None
 
 
-def _override(text: str) -> tuple[str, Any]:
+def _override(tree: dict[str, Any], text: str) -> None:
     name, equals, value = text.partition("=")
-    if not equals or not all(name.strip().split(".")):
+    if not equals:
         raise ConfigError(f"-s {text}: expected NAME.NAME=VALUE, such as algorithm.gamma=0.99")
     try:
-        return name.strip(), parse_yaml(value)
+        parsed = parse_yaml(value)
     except ValueError:
         raise ConfigError(f"-s {text}: the value is not valid YAML") from None
+    _put(tree, name.strip(), parsed, f"-s {text}")
 
 
-def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+def _put(tree: dict[str, Any], name: str, value: Any, given: str = "") -> None:
+    """Set an option by its dotted name; messages begin with `given`, the name by default."""
     *sections, option = name.split(".")
+    if not all((*sections, option)):
+        raise ConfigError(f"{given or repr(name)}: expected NAME.NAME=VALUE, such as algorithm.gamma=0.99")
     for depth, section in enumerate(sections, start=1):
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"{name}: {'.'.join(sections[:depth])} is a value, not a section")
+            raise ConfigError(f"{given or name}: {'.'.join(sections[:depth])} is a value, not a section")
     tree[option] = value
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from redis import Redis
+from support.private_server import PrivateServer
 from support.runs import target_tree
 
 import ddrl
-from ddrl.cli.output import InputError, ServerError
-from ddrl.config import ConfigError
+from ddrl import ConfigError, InputError, ServerError, StoreError
 from ddrl.store import connection, runs
 from ddrl.store.runs import UnknownRunError
 
@@ -27,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def waiting(**options: object) -> ddrl.Run:
+def waiting(**options: Any) -> ddrl.Run:
     """Submit a run for which nothing is started."""
     return ddrl.submit(target_tree(), options, workers=0, learner=False)
 
@@ -45,14 +47,26 @@ def test_a_run_is_learned_watched_and_played(client: Redis, folder: Path) -> Non
     report = run.evaluate(6, local=True, on_progress=lambda *now: counted.append(now))
     assert len(report["returns"]) == 6 and report["return_mean"] >= -1.0 and counted[-1] == (6, 6)
     assert report["policy_version"] == end["policy_version"]
-    run.export(folder / "a.safetensors", "latest")
+    assert run.export(folder / "a.safetensors", "latest").is_file()
+    with pytest.raises(InputError, match="a.safetensors: exists already"):
+        run.export(folder / "a.safetensors", "latest")
+    assert run.export(folder, force=True).name == f"{run.id}-v{end['policy_version']}.safetensors"
+    with pytest.raises(InputError, match="cannot be written"):
+        run.export("no/such.safetensors")
     with pytest.raises(InputError, match="is neither a number, nor best, nor latest"):
         run.policy("newest")
     loaded, policy = ddrl.policy.load(folder / "a.safetensors"), run.policy("latest")
     env = policy.make_env()
     observation, _ = env.reset(seed=1)
     assert (policy.action(observation) == loaded.action(np.asarray(observation))).all()
-    assert repr(ddrl.run(run.id[:-2])) == f"<ddrl run {run.id}>" == repr(ddrl.all_runs()[-1])
+    assert ddrl.run(run.id[:-2]) == run == ddrl.all_runs()[-1]
+    runs.delete(client, run.id)
+    with pytest.raises(UnknownRunError, match=f"play runs/{run.id}/policy.safetensors, or continue"):
+        ddrl.run(run.id)
+    with pytest.raises(UnknownRunError):
+        run.policy()
+    run.resume(workers=0, learner=False, time=60)  # from its folder
+    assert run.status == "active"
 
 
 def test_the_script_of_the_guide(home: Path, folder: Path) -> None:
@@ -66,12 +80,15 @@ def test_the_script_of_the_guide(home: Path, folder: Path) -> None:
 
 
 def test_a_run_is_changed_while_it_waits(client: Redis) -> None:
-    run = waiting(weight=2)
+    run = waiting(weight=np.float32(2), **{"algorithm.batch_size": np.int64(64)})
+    assert runs.config(client, run.id).algorithm["batch_size"] == 64
     assert run.set({"weight": 3.5})["changes"] == [{"option": "weight", "from": 2.0, "to": 3.5}]
     run.pause()
     assert run.status == "paused"
     with pytest.raises(InputError, match="already paused"):
         run.pause()
+    with pytest.raises(TimeoutError, match="has not ended within 0.1 s"):
+        run.wait(timeout_s=0.1)
     run.resume(workers=0, learner=False, time="15m")
     assert run.status == "active" and runs.config(client, run.id).stop.time == 900
     assert run.stop()["status"] == "stopped" and next(run.watch()).state.ended
@@ -99,6 +116,66 @@ def test_what_cannot_be_is_refused_as_on_the_command_line(client: Redis) -> None
         run.resume(time="1 week")
     with pytest.raises(AttributeError, match="no attribute 'sumbit'"):
         ddrl.sumbit  # type: ignore[attr-defined]  # noqa: B018
+    assert {"run", "submit", "Run", "InputError"} < {*dir(ddrl)}
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda run: ddrl.submit(target_tree(), workers=-1), "submit: workers: -1 cannot be used; input"),
+        (lambda run: ddrl.submit(target_tree(), ["a=1"]), r"submit: options: \['a=1'\] cannot be used"),  # type: ignore[arg-type]
+        (lambda run: ddrl.submit(None), "submit: config"),  # type: ignore[arg-type]
+        (lambda run: ddrl.run(5), "run: name: 5 cannot be used"),  # type: ignore[arg-type]
+        (lambda run: run.evaluate(0), "evaluate: episodes: 0 cannot be used; input should be greater"),
+        (lambda run: run.evaluate(1, seed=-1), "evaluate: seed: -1 cannot be used"),
+        (lambda run: run.evaluate(1, num_envs=0), "evaluate: num_envs: 0 cannot be used"),
+        (lambda run: run.policy(3.5), "policy: version"),
+        (lambda run: run.watch(0), "watch: every_s: 0"),
+        (lambda run: run.resume(workers="two"), "resume: workers: 'two'"),
+        (lambda run: run.set([1]), r"set: options: \[1\]"),
+    ],
+)
+def test_arguments_outside_their_limits_are_refused(
+    call: Callable[[Any], Any], line: str, client: Redis
+) -> None:
+    with pytest.raises(InputError, match=f"^{line}") as caught:
+        call(ddrl.Run("a-run"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"env.kwargs": {"a": object()}}, "env.kwargs: {'a': <object"),
+        ({"": 1}, "'': expected NAME.NAME=VALUE"),
+        ({"algorithm..gamma": 1}, "'algorithm..gamma': expected"),
+    ],
+)
+def test_options_that_no_file_could_give_are_refused(options: Any, line: str, client: Redis) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        waiting(**options)
+
+
+def test_no_run_is_left_where_its_processes_cannot_be_started(client: Redis, folder: Path) -> None:
+    (folder / "runs").touch()
+    with pytest.raises(StoreError, match=r"runs: cannot be made \(File exists\)"):
+        ddrl.submit(target_tree(), workers=1)
+    assert ddrl.all_runs() == []
+
+
+def test_a_server_that_goes_away_is_a_server_error(
+    client: Redis, server: PrivateServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = waiting()
+    watched = run.watch(every_s=0.1)
+    assert next(watched).hint.startswith("waiting for a learner")
+    monkeypatch.setattr("ddrl.cli.watcher.OUTAGE_S", 0.5)
+    server.kill()
+    for call in (lambda: run.status, run.pause, ddrl.all_runs):
+        with pytest.raises(ServerError):
+            call()
+    with pytest.raises(ServerError):
+        assert all("waiting for it" in figures.hint for figures in watched)
 
 
 def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

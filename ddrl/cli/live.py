@@ -17,7 +17,7 @@ from ddrl.cli import view
 from ddrl.cli.format import duration, score
 from ddrl.cli.hints import ROOM_WAIT, STARTING_S
 from ddrl.cli.output import AS_IT_IS, Client, Json, Run, answer, server_of
-from ddrl.cli.watcher import Figures, polls
+from ddrl.cli.watcher import Figures, Watcher, polls
 from ddrl.runs.records import summary
 from ddrl.store.evaluations import INFO
 from ddrl.store.runs import RunState
@@ -50,9 +50,10 @@ def follow(
         on_tick: called about every 0.2 s, by a command that started processes; its exceptions pass through.
 
     Raises:
-        UnknownRunError, redis.RedisError: as `watcher.polls`.
+        UnknownRunError: a run does not exist.
+        redis.RedisError, UnknownRunError: as `watcher.polls`.
     """
-    polled = polls(client, runs, starting_s=STARTING_S if on_tick else 0.0)
+    polled = polls([Watcher(client, run, starting_s=STARTING_S if on_tick else 0.0) for run in runs])
     console = Console(stderr=json_output, **AS_IT_IS)
     next_poll = 0.0
     with ExitStack() as stack:

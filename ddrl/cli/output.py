@@ -72,18 +72,26 @@ def server_of(name: str) -> Iterator[tuple[Client, str]]:
         ServerError: not reachable, or not fit.
         UnknownRunError: there is no such run.
     """
+    with server() as client:
+        yield client, resolve(client, name)
+
+
+def resolve(client: Client, name: str) -> str:
+    """Return the id of the run that `name` stands for.
+
+    Raises:
+        UnknownRunError: there is no such run; the message says if its folder is here.
+    """
     from ddrl.store import runs
 
-    with server() as client:
-        try:
-            run = runs.resolve(client, name)
-        except runs.UnknownRunError as error:
-            # A Path raises where the name is too long for a file.
-            if not os.path.isfile(policy := Path("runs", name, "policy.safetensors")):
-                raise
-            remedy = f"play {policy}, or continue the run with `ddrl resume {name}`"
-            raise runs.UnknownRunError(f"{error}; {remedy}") from None
-        yield client, run
+    try:
+        return runs.resolve(client, name)
+    except runs.UnknownRunError as error:
+        # A Path raises where the name is too long for a file.
+        if not os.path.isfile(policy := Path("runs", name, "policy.safetensors")):
+            raise
+        remedy = f"play {policy}, or continue the run with `ddrl resume {name}`"
+        raise runs.UnknownRunError(f"{error}; {remedy}") from None
 
 
 # --- input -------------------------------------------------------------------------------------------

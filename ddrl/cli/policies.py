@@ -43,7 +43,7 @@ def choose(client: Client, run: str, version: str | None) -> int:
     if version is None or version in named:
         return named[version]
     if not ((text := version.removeprefix("v")).isdecimal() and len(text) < 20):
-        raise InputError(f"--version {version}: is neither a number, nor best, nor latest")
+        raise InputError(f"version {version}: is neither a number, nor best, nor latest")
     return int(text)
 
 
@@ -86,19 +86,29 @@ def export(
     json_output: Json = False,
 ) -> None:
     """Write a policy to one file that plays anywhere, without server or run folder."""
-    from ddrl import policy
-
     with _chosen(target, version) as (client, run, number):
-        path = output or Path()
-        if os.path.isdir(path):
-            path = path / f"{run}-v{number}{SUFFIX}"
-        if os.path.exists(path) and not force:
-            raise InputError(f"{path}: exists already; name another file with --output, or add --force")
-        try:
-            policy.save(client, run, number, path)
-        except OSError as error:
-            reason = f"cannot be written ({error.strerror}); name another with --output"
-            raise InputError(f"{path}: {reason}") from None
+        path = write(client, run, number, output or Path(), force)
     report = {"run": run, "version": number, "path": str(path), "bytes": path.stat().st_size}
     text = f"wrote version {number} of {run} to {path}; score it with `ddrl evaluate {path}`"
     answer(report, text, json_output=json_output)
+
+
+def write(client: Client, run: str, version: int, path: Path, force: bool) -> Path:
+    """Write a version of a run's weights to a file, or into a folder; return the file.
+
+    Raises:
+        InputError: it exists and `force` does not replace it, or it cannot be written.
+        NoWeightsError: the version is not kept.
+    """
+    from ddrl import policy
+
+    if os.path.isdir(path):
+        path = path / f"{run}-v{version}{SUFFIX}"
+    if os.path.exists(path) and not force:
+        raise InputError(f"{path}: exists already; name another file with --output, or add --force")
+    try:
+        policy.save(client, run, version, path)
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror}); name another with --output"
+        raise InputError(f"{path}: {reason}") from None
+    return path

@@ -37,8 +37,8 @@ def set_(
             _check_active(client, run)
             _list(run, store.config(client, run), store.spaces(client, run), json_output)
             return
+        is_leased = _check_active(client, run).leased
         report = apply(client, run, wanted)
-        is_leased = store.state(client, run).leased
     rows = [(row["option"], *map(json.dumps, (row["from"], row["to"]))) for row in report["changes"]]
     lines = [f"{name}: already {json.dumps(value)}" for name, value in report["unchanged"].items()]
     lines += [f"{name}: {old} -> {new}" for name, old, new in rows]

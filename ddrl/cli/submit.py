@@ -61,12 +61,12 @@ def submit(
     with_learner = starts_learner(with_learner, [resolved])
     with server() as client:
         num_workers = num_workers_here(workers)
+        if num_workers or with_learner:
+            local.check_folder()
         runs = create_all(client, resolved, seeds, initial, num_workers)
         if preset is not None and path.resolve() != preset.resolve():
             note(f"{path}: the file in this folder, not the preset {preset.stem} that ddrl ships")
-        if pruned := prune_embedded(client):
-            count = counted(len(pruned), "run")
-            note(f"deleted {count} from the server ({pruned[0].reason}); the folders stay")
+        prune(client)
         if detach:
             return _detach(runs, num_workers, with_learner, json_output, "submitted")
         _attend(client, runs, num_workers, with_learner, json_output, started)
@@ -169,6 +169,13 @@ def reactivate(
     for run in runs:
         store.reactivate(client, run, more_time_s=more_time_s)
     return num_workers_here(workers), with_learner
+
+
+def prune(client: Client) -> None:
+    """Delete old runs from the embedded server, and say so."""
+    if pruned := prune_embedded(client):
+        count = counted(len(pruned), "run")
+        note(f"deleted {count} from the server ({pruned[0].reason}); the folders stay")
 
 
 def starts_learner(wanted: bool | None, runs: Iterable[configs.RunConfig]) -> bool:

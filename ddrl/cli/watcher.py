@@ -136,19 +136,14 @@ def entitled(run: runs.RunState | segments.RunLoad, loads: Iterable[segments.Run
     return run.weight / total if total else 1.0
 
 
-def polls(client: Client, runs: Sequence[str], *, starting_s: float = 0.0) -> Iterator[list[Figures]]:
+def polls(watchers: Sequence[Watcher]) -> Iterator[list[Figures]]:
     """Yield the states of runs, as often as they are asked for, until all have ended.
 
-    Args:
-        client: connection to the server.
-        runs: their ids.
-        starting_s: as of `Watcher`.
-
     Raises:
-        UnknownRunError: a run does not exist, or has been missing for longer than OUTAGE_S.
+        UnknownRunError: a run has been missing for longer than OUTAGE_S.
         redis.RedisError: the server has not answered for longer than OUTAGE_S, or waiting does not help.
     """
-    watchers, outage_at = [Watcher(client, run, starting_s=starting_s) for run in runs], math.inf
+    outage_at = math.inf
     while True:
         try:
             figures = [watcher.poll() for watcher in watchers]

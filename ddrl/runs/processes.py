@@ -205,6 +205,23 @@ def start(client: Redis, processes: Processes, runs: Sequence[str], workers: int
             processes.start_learner(run, Path("runs") / run, 1 + number)
 
 
+def check_folder() -> None:
+    """Refuse to start processes whose logs and results cannot be written.
+
+    Raises:
+        StoreError: the folder `runs` cannot be made here, or not be written.
+    """
+    folder = Path("runs").absolute()
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise connection.StoreError(
+            f"{folder}: cannot be made ({error.strerror}); start in another folder"
+        ) from None
+    if not os.access(folder, os.W_OK):
+        raise connection.StoreError(f"{folder}: cannot be written; start in another folder")
+
+
 def start_detached(runs: Sequence[str], workers: int, with_learner: bool) -> None:
     """Start the processes of runs, if any, under `ddrl detached`, a process that outlives this one."""
     if not workers and not with_learner:
