@@ -67,9 +67,7 @@ T = TypeVar("T")
 
 def _checked(function: Callable[P, T]) -> Callable[P, T]:
     """Refuse arguments outside their types and limits with an InputError; an outage becomes a ServerError."""
-    validated = functools.cache(
-        lambda: validate_call(function)
-    )  # at the first call its types are all defined
+    validated = functools.cache(lambda: validate_call(function))  # the first call finds all types defined
 
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> T:
