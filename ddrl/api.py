@@ -1,4 +1,4 @@
-"""What `import ddrl` offers: runs, from Python scripts and notebooks, in the words of the command line.
+"""The Python API: runs in scripts and notebooks, in the words of the command line.
 
     import ddrl
 
@@ -32,32 +32,21 @@ from ddrl import config as configs
 from ddrl.cli import output, policies, settings, watcher
 from ddrl.cli import runs as operator
 from ddrl.cli import submit as submission
-from ddrl.cli.output import InputError, ServerError
+from ddrl.cli.output import InputError as InputError
+from ddrl.cli.output import ServerError as ServerError
 from ddrl.cli.watcher import Figures, Watcher
-from ddrl.config import ConfigError
-from ddrl.envs import EnvError
+from ddrl.config import ConfigError as ConfigError
+from ddrl.envs import EnvError as EnvError
 from ddrl.runs import processes, records
 from ddrl.runs.records import Records
 from ddrl.store import connection, local_checkpoints
 from ddrl.store import runs as store
-from ddrl.store.connection import StoreError
+from ddrl.store.connection import StoreError as StoreError
 
 if TYPE_CHECKING:
     from ddrl.policy import LoadedPolicy
 else:
     LoadedPolicy = Any  # which loads torch
-
-__all__ = [
-    "ConfigError",
-    "EnvError",
-    "InputError",
-    "Run",
-    "ServerError",
-    "StoreError",
-    "all_runs",
-    "run",
-    "submit",
-]
 
 Workers = Annotated[int | None, Field(ge=0, le=1024)]
 Version = int | str | None

@@ -1,4 +1,4 @@
-"""What `import ddrl` offers: a run from its submission to its policy, in a script; and what is refused."""
+"""The Python API: a run from its submission to its policy, in a script; and what is refused."""
 
 from __future__ import annotations
 
