@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -33,6 +34,9 @@ MOST_EVENTS = 20  # listed in the report
 AT_ONCE = 0.2  # probability that the next fault does not wait for recovery
 _COLUMNS = ("appended", "consumed", "waiting", "trimmed", "refused", "difference", "duplicates")
 TRACE = "Traceback (most recent call last)"
+CHAINED = re.compile(
+    "During handling of the above exception, another|was the direct cause of the following exception"
+)
 # What Python itself prints in a worker.
 OF_PYTHON = (
     # The fault "worker without memory" has taken it; its loader cannot list folders then.
@@ -93,10 +97,11 @@ def too_much(fleet: SoakFleet) -> bool:
 
 
 def tracebacks(log: str) -> Counter[str]:
-    """Return how often each exception, the line at the end of its traceback, stands in a log."""
+    """Return how often each exception, the line at the end of its traceback, stands in a log; of a chain the last."""
     return Counter(
         next((line for line in text.splitlines()[1:] if line[:1].strip()), "cut off")[:200]
         for text in log.split(TRACE)[1:]
+        if not CHAINED.search(text)
     )
 
 
