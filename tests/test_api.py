@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,10 @@ def test_a_run_is_learned_watched_and_played(client: Redis, folder: Path) -> Non
     observation, _ = env.reset(seed=1)
     assert (policy.action(observation) == loaded.action(np.asarray(observation))).all()
     assert ddrl.run(run.id[:-2]) == run == ddrl.all_runs()[-1]
+    for thread in threading.enumerate():  # the processes that were started have ended
+        if thread.name == "detached":
+            thread.join(60.0)
+            assert not thread.is_alive()
     runs.delete(client, run.id)
     with pytest.raises(UnknownRunError, match=f"play runs/{run.id}/policy.safetensors, or continue"):
         ddrl.run(run.id)
