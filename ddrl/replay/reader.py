@@ -316,13 +316,13 @@ class Reader:
         # The learner's service thread meets each outage, too, and logs it.
         retry = partial(connection.retry, stop=self._stopping, is_logged=False)
         identify = partial(retry, partial(connection.server_id, self._client))
-        server, newest = "", -1  # which one counted, and how many fragments
+        server, newest = "", -1  # id of the server that counted the newest fragment, and its number
         try:
             while not self._stopping.is_set():
                 if time.monotonic() >= self._latest_at:
                     self._latest = retry(partial(capped_streams.latest, self._client))
                     retry(partial(self._lower_ids, self._cursor, self._latest))
-                    reached = identify()  # before it is read
+                    reached = identify()  # what is read from now on is of this server, or of a later one
                     self._latest_at = time.monotonic() + LATEST_S
                 found, now = retry(self._read), ""
                 for entry in found:

@@ -66,6 +66,9 @@ class Learned:
 
     Args:
         passes: arrays of steps.
+
+    Attributes:
+        num_draws: steps in all passes.
     """
 
     def __init__(self, passes: Iterable[Any]) -> None:
