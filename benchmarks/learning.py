@@ -52,14 +52,12 @@ class Task:
             number of environments, VecNormalize, layers of both networks, and policy options.
         published: score in the zoo's benchmark.md, on the version of the environment that it has.
         steps: env steps; 0: as many as ten minutes give.
-        options: of ddrl, beside the preset's: those are for two cores, on which a step costs less than an update.
     """
 
     preset: str
     zoo: Settings
     published: float
     steps: int = 0
-    options: tuple[str, ...] = ()
 
 
 def sac(**options: Any) -> Settings:
@@ -113,9 +111,7 @@ EQUAL_STEPS = {
     "LunarLanderContinuous-v3": Task("lunar-ppo", _PPO_LANDER, published=270.9, steps=1_000_000),
     "Pendulum-v1": Task("pendulum", _PENDULUM, published=-157.0, steps=20_000),
     "MountainCarContinuous-v0": Task("mountaincar-continuous", _CAR, published=94.7, steps=50_000),
-    "BipedalWalker-v3": Task(
-        "bipedal", _WALKER, published=297.7, steps=500_000, options=("replay.samples_per_insert=64",)
-    ),
+    "BipedalWalker-v3": Task("bipedal", _WALKER, published=297.7, steps=500_000),
     "HalfCheetah-v5": Task("halfcheetah", _MUJOCO, published=9535.5, steps=300_000),
     "Hopper-v5": Task("hopper", _MUJOCO, published=2325.5, steps=300_000),
 }  # fmt: skip
@@ -128,9 +124,7 @@ TEN_MINUTES = {
     "Walker2d-v5": Task("walker2d", _MUJOCO, published=3863.2),
 }
 DEFAULTS = {
-    name: replace(
-        task, preset="sac" if task.zoo["algorithm"] == "SAC" else "ppo", steps=1_000_000, options=()
-    )
+    name: replace(task, preset="sac" if task.zoo["algorithm"] == "SAC" else "ppo", steps=1_000_000)
     for name, task in EQUAL_STEPS.items()
 }
 TABLES = {"steps": EQUAL_STEPS, "minutes": TEN_MINUTES, "defaults": DEFAULTS}
@@ -203,7 +197,7 @@ def ours(table: str, name: str, seed: int) -> Row:
     if table == "defaults":
         end[1] = "stop.time=30m"
         config = json.dumps({"env": {"id": name}, "algorithm": {"name": task.preset}})
-    options = ["stop.return=null", "evaluation.every_s=5", *end, *task.options]
+    options = ["stop.return=null", "evaluation.every_s=5", *end]
     done = submitted.run(config, seed, options, score=(SCORE_EPISODES, SCORE_SEED))
     began = done.status["first_step_s"]
     return {
@@ -337,8 +331,9 @@ def report(rows: list[Row]) -> str:
         for name, task in tasks.items():
             cells = [_cell(scores(rows, table, name, system)) for system in SYSTEMS]
             steps = f"{task.steps:,}" if task.steps else ""
-            preset = " ".join([task.preset, *task.options])
-            lines.append(f"| {name} | {steps} | {cells[0]} `{preset}` | {cells[1]} | {task.published:,.1f} |")
+            lines.append(
+                f"| {name} | {steps} | {cells[0]} `{task.preset}` | {cells[1]} | {task.published:,.1f} |"
+            )
     return "\n".join([*lines, "\n![Curves](learning.png)"])
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ddrl.cli import hints
 from ddrl.cli.output import Client
 from ddrl.config import RunConfig
-from ddrl.store import connection, evaluations, learners, metrics, runs, segments, stream, workers
+from ddrl.store import connection, evaluations, history, learners, metrics, runs, segments, stream, workers
 from ddrl.store.learners import Member
 from ddrl.store.runs import UnknownRunError
 
@@ -200,10 +200,19 @@ class Watcher:
             self._grown_at = now
         figures.quiet_s = now - self._grown_at
         figures.row = metrics.last(client, run)
+        is_first = self._episodes_cursor == b"0-0"
         rows, self._episodes_cursor = stream.episodes(client, run, self._episodes_cursor)
-        for row in rows:
-            when = max(0.0, row["time_s"] - figures.state.start_s)
-            figures.returns.extend((when, value) for value in row["returns"])
+        returns = [
+            (max(0.0, row["time_s"] - figures.state.start_s), value)
+            for row in rows
+            for value in row["returns"]
+        ]
+        if is_first and returns:
+            older = history.read(client, run)["episodes"]
+            figures.returns = [
+                (row["time_s"], row["return"]) for row in older if row["time_s"] < returns[0][0]
+            ]
+        figures.returns.extend(returns)
         results, self._evaluations_cursor = evaluations.results(
             client, run, self._evaluations_cursor, keep=_without_episodes
         )

@@ -50,7 +50,9 @@ TICK_S = 0.1  # between two looks at messages, evaluations and the end of the ru
 SIGNALS_S = 0.25
 LAST_LINES_S = 0.5  # for the log to be sent
 HANG_S = 120.0  # a service thread without a round for this long counts as hung; above redis-py's retries
-OTHER_BYTES = 80 * 1024**2  # metrics (45 MiB at their cap), logs, journal, episodes and the like, of one run
+OTHER_BYTES = (
+    80 * 1024**2
+)  # metrics (18 MiB at their cap), history, logs, journal, episodes and the like, of one run
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
 LOST = (RunGoneError, runs.UnknownRunError)  # the server came back empty or older
 EXPLAINED = (StoreError, ConfigError, NotFiniteError, UnfitError)  # their messages are enough for the log
@@ -410,18 +412,19 @@ class _Attempt:
     # --- two threads ---------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """Run the training loop here and the service thread beside it, until either ends."""
+        """Run the training loop here and the service thread beside it, until either ends, and keep the folder."""
         service = Thread(target=self._serve, name="service", daemon=True)
-        self._round_at = self._signals_at = time.monotonic()
-        service.start()
-        try:
-            self._learner.train()
-        except Exception as error:
-            self._error = self._error or error
-        finally:
-            self._learner.stopping.set()
-            service.join()
-        self._round_at = None
+        with artifacts.following(self._run, self._token, self._folder):
+            self._round_at = self._signals_at = time.monotonic()
+            service.start()
+            try:
+                self._learner.train()
+            except Exception as error:
+                self._error = self._error or error
+            finally:
+                self._learner.stopping.set()
+                service.join()
+            self._round_at = None
 
     def _serve(self) -> None:
         """The service thread: publish, dispatch, evaluate, notice the end."""

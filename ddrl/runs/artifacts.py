@@ -1,39 +1,106 @@
-"""Files of a run's folder that are made from the server's records.
+"""A run's folder: files that are made from the server's records, while the run goes on and when it has ended.
 
 Any machine can write them, at any time, for a run in any state.
 """
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import json
 import logging
-import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Event, Thread
 
 import yaml
 
 from ddrl import policy
-from ddrl.runs import prune
+from ddrl.runs import prune, records
 from ddrl.runs.curves import plot_run
-from ddrl.runs.records import Records, read, shown, summary
+from ddrl.runs.records import summary
+from ddrl.runs.tables import Tables
 from ddrl.store import connection, leases, runs, weights
-from ddrl.store.connection import Redis, StoreError
-from ddrl.store.evaluations import INFO
+from ddrl.store.connection import LeaseLostError, Redis, RunGoneError, StoreError
+from ddrl.store.history import History
+from ddrl.store.local_checkpoints import write_whole
+from ddrl.store.runs import UnknownRunError
 
 log = logging.getLogger(__name__)
 
-
 CONFIG = "config.yaml"  # its first line names the run
-_COUNTERS = ("time_s", "env_steps", "updates")
-_FORMULA = re.compile(r"\s*(?:[=@]|[+-](?![\d.e]+$))")
-_EVALUATIONS = (
-    *("time_s", "version", "purpose", "env_steps", "updates", "num_episodes", "first_seed"),
-    *("return_mean", "return_std"),
-)
-_JOURNAL = ("time_s", "event", "reason", "option", "from", "to", "env_steps")
+EVERY_S, SHARE = (
+    10.0,
+    0.01,
+)  # of a running run: time between two updates, and part of all time that they take, at most
+ROWS_S, PICTURE_S = 0.1, 0.5  # taken for their costs before the first
+PARTING_S = 30.0  # waited for a write at the end
+
+
+@contextlib.contextmanager
+def following(run: str, token: int, folder: Path) -> Iterator[None]:
+    """Keep a running run's folder up to date, and its history on the server, in a thread of its own.
+
+    A disk that hangs does not stop the learner.
+
+    Args:
+        run: its id.
+        token: of the learner, who holds the run.
+        folder: the run's.
+    """
+    stop = Event()
+    thread = Thread(target=_follow, args=(run, token, folder, stop), name="folder", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(PARTING_S)
+
+
+def _follow(run: str, token: int, folder: Path, stop: Event) -> None:
+    """Update the folder until `stop` is set: a part is due once all, with its last cost, have taken SHARE of the time.
+
+    What fails is logged once, and tried again.
+    """
+    began, spent_s, said = time.monotonic(), 0.0, ""
+    with contextlib.ExitStack() as resources:
+        client = resources.enter_context(contextlib.closing(connection.connect()))
+        opened: list[tuple[History, Tables]] = []  # once it can be
+
+        def add_rows() -> None:
+            if not runs.state(client, run).first_step_s:  # from which times count
+                return
+            if not opened:
+                tables = resources.enter_context(contextlib.closing(Tables(run, folder)))
+                opened.append((History(client, run, token), tables))
+            [(history, tables)] = opened
+            new = records.read(client, run, tables.ends)
+            history.add({"metrics": new.figures, "episodes": new.episodes})
+            tables.add(new)
+
+        costs: dict[Callable[[], None], float] = {
+            add_rows: ROWS_S,
+            partial(_write_state, client, run, folder): PICTURE_S,
+        }
+        while not stop.wait(EVERY_S):
+            for update, cost_s in costs.items():
+                if spent_s + cost_s > SHARE * (time.monotonic() - began):
+                    continue
+                at_s = time.thread_time()
+                try:
+                    update()
+                except (LeaseLostError, RunGoneError, UnknownRunError):
+                    return
+                except connection.OUTAGES:
+                    pass  # which the learner logs
+                except Exception as error:
+                    if str(error) != said:
+                        said = str(error)
+                        log.warning("%s: cannot be brought up to date (%s); tries again", folder, said)
+                costs[update] = time.thread_time() - at_s
+                spent_s += costs[update]
 
 
 def complete(client: Redis, run: str, token: int, folder: Path) -> None:
@@ -70,33 +137,21 @@ def write(client: Redis, run: str, folder: Path) -> None:
     Raises:
         UnknownRunError: there is no such run.
     """
-    records, totals = read(client, run), summary(client, run)
+    with contextlib.closing(Tables(run, folder)) as tables:
+        tables.add(records.read(client, run, tables.ends))
+    _write_state(client, run, folder)
+
+
+def _write_state(client: Redis, run: str, folder: Path) -> None:
+    """Write policy, settings, summary and curves, each whole or not at all."""
+    found, totals = records.read(client, run), summary(client, run)
+    tree = found.config.model_dump(mode="json", by_alias=True)
     folder.mkdir(parents=True, exist_ok=True)
-    tree = records.config.model_dump(mode="json", by_alias=True)
-    (folder / CONFIG).write_text(_first_line(run) + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-    (folder / "summary.json").write_text(json.dumps(totals, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / CONFIG, (_first_line(run) + yaml.safe_dump(tree, sort_keys=False)).encode())
+    write_whole(folder / "summary.json", (json.dumps(totals, indent=2) + "\n").encode())
     if (version := totals["policy_version"]) in weights.index(client, run).sizes:  # else none is published
         policy.save(client, run, version, folder / "policy.safetensors")
-    metric_names = dict.fromkeys([*_COUNTERS, *(name for row in records.figures for name in row)])
-    infos = [INFO + name for name in records.config.env.metrics]
-    tables: list[tuple[str, Iterable[str], list[dict[str, Any]]]] = [
-        ("metrics", metric_names, records.figures),
-        ("episodes", ("time_s", "env_steps", "return"), records.episodes),
-        ("evaluations", [*_EVALUATIONS, *infos], records.evaluated),
-        ("journal", _JOURNAL, records.journal),
-    ]
-    for name, columns, rows in tables:
-        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*columns], restval="", extrasaction="ignore", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({column: _literal(value) for column, value in row.items()} for row in rows)
-    plot_run(records, folder / "curve.png")
-    _write_events(folder / "tensorboard", records)
-
-
-def _literal(value: Any) -> Any:
-    """Return a value for a CSV file; a text that spreadsheets would compute begins with an apostrophe."""
-    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
+    write_whole(folder / "curve.png", plot_run(found))
 
 
 def is_of(folder: Path, run: str) -> bool:
@@ -109,46 +164,3 @@ def is_of(folder: Path, run: str) -> bool:
 
 def _first_line(run: str) -> str:
     return f"# run {run}\n"
-
-
-def _write_events(folder: Path, records: Records) -> None:
-    """Write TensorBoard events with env steps as the step axis, if `ddrl[tensorboard]` is installed.
-
-    Uses the `tensorboard` package directly, because `torch.utils.tensorboard` would import torch.
-    """
-    try:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.text.metadata import create_summary_metadata
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        from tensorboard.util.tensor_util import make_tensor_proto
-    except ImportError:
-        log.info("no TensorBoard events: pip install 'ddrl[tensorboard]'")
-        return
-    for old in folder.glob("events.out.tfevents.*"):
-        old.unlink()
-    writer = EventFileWriter(str(folder))
-
-    def add(row: Mapping[str, Any], *values: Any) -> None:
-        when, step = records.state.start_s + row["time_s"], int(row.get("env_steps", 0))
-        writer.add_event(Event(wall_time=when, step=step, summary=Summary(value=values)))
-
-    def add_numbers(row: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
-        add(row, *(Summary.Value(tag=tag, simple_value=float(value)) for tag, value in numbers.items()))
-
-    try:
-        for row in records.figures:
-            values = {f"learner/{name}": row[name] for name in row if name not in ("time_s", "env_steps")}
-            add_numbers(row, {tag: value for tag, value in values.items() if isinstance(value, int | float)})
-        for row in records.episodes:
-            add_numbers(row, {"return/training": row["return"]})
-        for row in records.evaluated:
-            tag = "return/confirmation" if row["purpose"] == "confirm" else "return/evaluation"
-            infos = {name: row[name] for name in row if name.startswith(INFO)}
-            add_numbers(row, {tag: row["return_mean"], **infos})
-        metadata = create_summary_metadata("settings", "changed during the run")
-        for row in records.changes:
-            text = f"{row['option']}: {shown(row['from'])} -> {shown(row['to'])}"
-            add(row, Summary.Value(tag="settings", metadata=metadata, tensor=make_tensor_proto([text])))
-    finally:
-        writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import BytesIO
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,15 +37,17 @@ def trailing_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
     return means
 
 
-def plot_run(records: Records, path: Path) -> None:
-    """Plot one run: training returns, their mean, evaluations, the target and changed settings."""
+def plot_run(records: Records) -> bytes:
+    """Return a plot of one run as PNG: training returns, their mean, evaluations, the target and changed settings."""
     state, config = records.state, records.config
     task = f"{config.env.id}, {str(config.algorithm['name']).upper()}, seed {config.seed}"
     figure = _panels((11, 4.4), f"{task}    {state.run}: {state.outcome or state.status}", records, draw_run)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
         _legend_below(figure, handles, labels, columns=len(handles))
-    figure.savefig(path, dpi=130)
+    picture = BytesIO()
+    figure.savefig(picture, dpi=130)
+    return picture.getvalue()
 
 
 def plot_runs(runs: Mapping[str, Records], path: Path) -> None:

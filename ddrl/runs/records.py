@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ddrl.config import RunConfig
-from ddrl.store import evaluations, metrics, runs, stream
+from ddrl.store import evaluations, history, metrics, runs, stream
 from ddrl.store.connection import Redis
 from ddrl.store.runs import RunState
+
+TABLES = ("metrics", "episodes", "evaluations", "journal")
 
 
 @dataclass(frozen=True)
 class Records:
-    """A run's history; every row has `time_s` since the first environment step.
+    """A run's history, or what was added after some of it; every row has `time_s` since the first environment step.
 
     Attributes:
         figures: one row per report of the learner.
         episodes: one row per finished training episode: time_s, env_steps, return.
         evaluated: one row per evaluation.
         journal: one row per change of state or setting.
+        ends: id of the last entry read of each of TABLES.
     """
 
     config: RunConfig
@@ -30,6 +35,7 @@ class Records:
     episodes: list[dict[str, Any]]
     evaluated: list[dict[str, Any]]
     journal: list[dict[str, Any]]
+    ends: dict[str, bytes]
 
     @property
     def changes(self) -> list[dict[str, Any]]:
@@ -63,23 +69,39 @@ def summary(client: Redis, run: str, *, wall_s: float | None = None) -> dict[str
     }
 
 
-def read(client: Redis, run: str) -> Records:
+def read(client: Redis, run: str, after: Mapping[str, bytes] = MappingProxyType({})) -> Records:
     """Read a run's history from the server.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        after: `Records.ends` of an earlier call: only what was added since. Else all that the server has; of metrics
+            and episodes that have left their streams, those that `store/history.py` has kept.
 
     Raises:
         UnknownRunError: there is no such run.
     """
     state = runs.state(client, run)
+    cursors = {name: after.get(name, b"0-0") for name in TABLES}
 
     def since_start(row: Mapping[str, Any]) -> dict[str, Any]:
         return {**row, "time_s": round(max(0.0, row["time_s"] - state.start_s), 3)}
 
+    reports, reports_end = metrics.read(client, run, cursors["metrics"])
+    ended, episodes_end = stream.episodes(client, run, cursors["episodes"])
+    results, evaluations_end = evaluations.results(client, run, cursors["evaluations"])
+    changes, journal_end = runs.journal(client, run, cursors["journal"])
+    figures = [since_start(row) for row in reports]
     episodes = [
         {"time_s": row["time_s"], "env_steps": row["env_steps"], "return": value}
-        for row in map(since_start, stream.episodes(client, run)[0])
+        for row in map(since_start, ended)
         for value in row["returns"]
     ]
-    journal = [since_start(row) for row in runs.journal(client, run)[0]]
+    if not after:
+        older = history.read(client, run)
+        figures = _preceded(older["metrics"], figures)
+        episodes = _preceded(older["episodes"], episodes)
+    journal = [since_start(row) for row in changes]
     for row in journal:
         if row["event"] == "set":
             values = {name: json.loads(row[name]) for name in ("from", "to")}
@@ -87,14 +109,18 @@ def read(client: Redis, run: str) -> Records:
     return Records(
         config=runs.config(client, run),
         state=state,
-        figures=[since_start(row) for row in metrics.read(client, run)[0]],
+        figures=figures,
         episodes=episodes,
-        evaluated=[
-            since_start(row) | evaluations.means(row["metrics"])
-            for row in evaluations.results(client, run)[0]
-        ],
+        evaluated=[since_start(row) | evaluations.means(row["metrics"]) for row in results],
         journal=journal,
+        ends=dict(zip(TABLES, (reports_end, episodes_end, evaluations_end, journal_end), strict=True)),
     )
+
+
+def _preceded(older: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows with those of the history that come before them."""
+    begin = rows[0]["time_s"] if rows else math.inf
+    return [row for row in older if row["time_s"] < begin] + rows
 
 
 def shown(value: Any) -> str:

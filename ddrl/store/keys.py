@@ -38,6 +38,7 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | ddrl:{run}:evaluations:<r>        | stream | evaluation worker    | cli                       | results of one `ddrl evaluate`                               | expires |
 | ddrl:{run}:episodes               | stream | collector            | learner, cli              | finished training episodes                                   | capped |
 | ddrl:{run}:metrics                | stream | learner              | cli                       | the learner's figures                                        | capped |
+| ddrl:{run}:history                | stream | learner              | learner, cli              | metrics and episodes from the beginning, thinned             | the run's |
 | ddrl:{run}:dead                   | stream | learner              | cli                       | stream entries that the learner refused, with reasons        | capped |
 | ddrl:{run}:journal                | stream | all                  | cli                       | every change of state or setting                             | capped |
 | ddrl:{run}:logs                   | stream | learner, worker      | cli                       | lines of log                                                 | capped |
@@ -111,6 +112,7 @@ logs = partial(of_run, name="logs")
 weights = partial(of_run, name="weights")
 episodes = partial(of_run, name="episodes")
 metrics = partial(of_run, name="metrics")
+history = partial(of_run, name="history")
 dead = partial(of_run, name="dead")
 journal = partial(of_run, name="journal")
 

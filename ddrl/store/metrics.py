@@ -11,7 +11,7 @@ from redis import Redis
 from ddrl.store import capped_streams, keys
 from ddrl.store.connection import call
 
-LENGTH = 50_000
+LENGTH = 20_000
 
 
 def add(client: Redis, run: str, token: int, row: Mapping[str, float]) -> None:

@@ -5,24 +5,38 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 from redis import Redis
-from support.store import add_history, make_run
+from support.store import add_history, append, make_run
 
 from ddrl import config
 from ddrl.runs import artifacts, records
-from ddrl.store import keys, runs
+from ddrl.store import keys, metrics, runs
 
 SUMMARY = "run status reason wall_s train_s env_steps updates policy_version evaluation artifacts"
-TABLES = {f"{name}.csv" for name in ("metrics", "episodes", "evaluations", "journal")}
+TABLES = {f"{name}.csv" for name in ("metrics", "episodes", "evaluations", "journal")} | {".written.json"}
 
 
 def rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return step and value by tag, of all event files."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted((folder / "tensorboard").iterdir()):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.tensor.float_val[0]))
+    return found
 
 
 def test_the_summary_has_exactly_the_promised_keys(client: Redis) -> None:
@@ -96,15 +110,9 @@ def test_no_text_is_a_formula(client: Redis, tmp_path: Path) -> None:
 def test_tensorboard_can_read_the_events(client: Redis, tmp_path: Path) -> None:
     run = make_run(client)
     add_history(client, run)
-    for _ in range(2):  # the second one replaces the first
+    for _ in range(2):  # the second one adds nothing
         artifacts.write(client, run, tmp_path)
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    found: dict[str, list[tuple[int, float]]] = {}
-    for event in EventFileLoader(str(file)).Load():
-        for value in event.summary.value:
-            found.setdefault(value.tag, []).append((event.step, value.tensor.float_val[0]))
+    found = events(tmp_path)
     assert found["learner/updates"] == [(15_000, 3_000.0), (30_000, 7_600.0)]
     assert len(found["return/training"]) == 120 and "return/confirmation" in found
 
@@ -120,3 +128,128 @@ def test_a_run_without_history_is_written(client: Redis, tmp_path: Path, monkeyp
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["evaluation"] is None and summary["train_s"] == 0 and summary["policy_version"] == -1
     assert rows(folder / "metrics.csv") == [] and (folder / "curve.png").stat().st_size > 1_000
+
+
+# --- while the run goes on ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "EVERY_S", 0.02)
+    monkeypatch.setattr(artifacts, "SHARE", 1e6)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def num_rows(folder: Path, name: str = "episodes") -> int:
+    path = folder / f"{name}.csv"
+    return len(rows(path)) if path.exists() else 0
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_folder_grows_while_the_run_goes_on(client: Redis, tmp_path: Path) -> None:
+    run = make_run(client)
+    token = add_history(client, run)
+    with artifacts.following(run, token, tmp_path):
+        wait_until((tmp_path / "curve.png").exists)
+        assert num_rows(tmp_path) == 120 and (tmp_path / "policy.safetensors").exists()
+        append(client, run, 30, episode_returns=[7.0, 8.0])
+        metrics.add(client, run, token, {"env_steps": 31_000, "updates": 8_000, "new_loss": 2.5})
+        wait_until(lambda: num_rows(tmp_path) == 122 and num_rows(tmp_path, "metrics") == 3)
+    figures = rows(tmp_path / "metrics.csv")
+    assert [row["new_loss"] for row in figures] == ["", "", "2.5"]
+    assert [row["staleness"] for row in figures] == ["", "0.8", ""]
+    assert len(events(tmp_path)["return/training"]) == 122
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "active"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_a_killed_learner_left_half_written_is_cut_off(client: Redis, tmp_path: Path) -> None:
+    """Each row is there once, also where another process goes on."""
+    run = make_run(client)
+    token = add_history(client, run)
+    for seq in (30, 31):
+        with artifacts.following(run, token, tmp_path):
+            append(client, run, seq, episode_returns=[float(seq)])
+            wait_until(lambda num=seq + 91: num_rows(tmp_path) == num)  # type: ignore[misc]
+        for path in [tmp_path / "episodes.csv", *(tmp_path / "tensorboard").iterdir()]:
+            with path.open("ab") as file:
+                file.write(b"12.5,400")
+        (tmp_path / "tensorboard" / "events.out.tfevents.9.unknown").write_bytes(b"x")
+    artifacts.write(client, run, tmp_path)
+    found = rows(tmp_path / "episodes.csv")
+    assert [float(row["return"]) for row in found[-2:]] == [30.0, 31.0] and len(found) == 122
+    assert len(events(tmp_path)["return/training"]) == 122
+
+
+@pytest.mark.parametrize("harm", ["gone", "of another run", "shorter", "unreadable"])
+def test_tables_that_are_not_as_they_were_left_begin_anew(client: Redis, tmp_path: Path, harm: str) -> None:
+    run = make_run(client)
+    add_history(client, run)
+    artifacts.write(client, run, tmp_path)
+    written = tmp_path / ".written.json"
+    if harm == "gone":
+        (tmp_path / "metrics.csv").unlink()
+    elif harm == "shorter":
+        (tmp_path / "episodes.csv").write_text("time_s\n")
+    elif harm == "unreadable":
+        written.write_text("{")
+    else:
+        written.write_text(json.dumps(json.loads(written.read_text()) | {"run": "other"}))
+    artifacts.write(client, run, tmp_path)
+    assert (num_rows(tmp_path), num_rows(tmp_path, "metrics")) == (120, 2)
+    assert len(events(tmp_path)["return/training"]) == 120
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_folder_that_cannot_be_written_is_said_once_and_tried_again(
+    client: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, folder = make_run(client), tmp_path / "run"
+    token = add_history(client, run)
+    folder.write_text("in the way")
+    with artifacts.following(run, token, folder):
+        wait_until(lambda: bool(caplog.records))
+        time.sleep(0.2)
+        folder.unlink()
+        wait_until((folder / "curve.png").exists)
+    assert len([row for row in caplog.records if "cannot be brought up to date" in row.message]) == 1
+
+
+@pytest.mark.usefixtures("at_once")
+def test_history_keeps_the_beginning(client: Redis, tmp_path: Path) -> None:
+    """What has left the capped streams is in the curve, and in the folder; of rows of one millisecond the first."""
+    run = make_run(client)
+    token = add_history(client, run)
+    time.sleep(0.01)
+    metrics.add(client, run, token, {"env_steps": 31_000, "updates": 8_000})
+    append(client, run, 30, episode_returns=[7.0])
+    before = records.read(client, run)
+    with artifacts.following(run, token, tmp_path):
+        wait_until((tmp_path / "curve.png").exists)
+    for key in (keys.metrics(run), keys.episodes(run)):
+        client.xtrim(key, maxlen=1, approximate=False)
+    found = records.read(client, run)
+    for rows_found, all_rows in ((found.figures, before.figures), (found.episodes, before.episodes)):
+        assert (rows_found[0], rows_found[-1]) == (all_rows[0], all_rows[-1])
+        assert all(row in all_rows for row in rows_found)
+    append(client, run, 31, episode_returns=[9.0])
+    artifacts.write(client, run, tmp_path)
+    assert num_rows(tmp_path) == 122
+    artifacts.write(client, run, tmp_path / "elsewhere")
+    assert num_rows(tmp_path / "elsewhere") == len(found.episodes) + 1
+
+
+def test_the_share_of_time_is_kept(client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a second at most a hundredth, in which no picture fits."""
+    monkeypatch.setattr(artifacts, "EVERY_S", 0.01)
+    run = make_run(client)
+    token = add_history(client, run)
+    with artifacts.following(run, token, tmp_path):
+        time.sleep(1.0)
+    assert not (tmp_path / "curve.png").exists()

@@ -37,6 +37,7 @@ from ddrl.store import (
     capped_streams,
     checkpoints,
     evaluations,
+    history,
     keys,
     leases,
     ledger,
@@ -51,6 +52,7 @@ from ddrl.store import (
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import LeaseLostError, RunGoneError, StoreError, call
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
+from ddrl.store.history import History
 from ddrl.store.runs import ENDED
 from ddrl.store.stream import Refusal
 from ddrl.types import EvaluationResult
@@ -150,6 +152,7 @@ class Run:
     episodes: int = 0
     logs: int = 0
     metrics: int = 0
+    history: int = 0
     folded: int = 0
     virtual_ms: float | None = None
     away: str = ""
@@ -672,6 +675,15 @@ class Scripts(RuleBasedStateMachine):
         )
         if may and run:
             run.metrics, run.best = run.metrics + 1 + self.wire.is_lost, best
+
+    @step(number=RUN, age=AGE, num=st.integers(1, 3))
+    def keep_history(self, number: int, age: int, num: int) -> None:
+        name, run = self.touch(number)
+        begin = run.history if run else 0
+        rows = [{"time_s": at, "env_steps": 2**at, "return": 1.0} for at in range(begin, begin + num)]
+        tables: dict[str, list[history.Row]] = {"metrics": [], "episodes": rows}
+        if self.write(name, age, lambda token: History(self.client, name, token).add(tables)) and run:
+            run.history += num
 
     @step(number=RUN, age=AGE, count=st.integers(1, 9), refuse=st.integers(0, 9))
     def learn(self, number: int, age: int, count: int, refuse: int) -> None:
@@ -1441,6 +1453,8 @@ class Scripts(RuleBasedStateMachine):
         assert len(logs.read(self.client, name)[0]) == run.logs
         assert len(metrics.read(self.client, name)[0]) == run.metrics
         assert len(stream.episodes(self.client, name)[0]) == run.episodes
+        kept = {row["env_steps"] for row in history.read(self.client, name)["episodes"]}
+        assert kept == {2**at for at in range(run.history)}
 
     def check_stream(self, name: str, run: Run, state: runs.RunState) -> None:
         found = self.entries(name)
