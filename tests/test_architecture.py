@@ -24,6 +24,7 @@ LAYERS = (
     "worker learner",
     "cli",
     "api",
+    "web",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 LIGHT = ("importlib", "typing")  # what ddrl/__init__.py may import

@@ -19,7 +19,8 @@ import ddrl
 
 DONE, FAILED, BAD_INPUT, NO_SERVER, INTERRUPTED = 0, 1, 2, 3, 130
 
-# Command -> (group in `ddrl --help`, module of ddrl.cli, what it does). A module is imported when its command runs.
+# Command -> (group in `ddrl --help`, module: of ddrl.cli if it has no dot, what it does). A module is imported when its
+# command runs.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "submit": ("Train", "submit", "Start a run, and the server and processes that it lacks."),
     "presets": ("Train", "presets", "List the presets that ddrl ships, and what each reaches in what time."),
@@ -32,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "watch": ("Watch", "live", "Follow a run until it ends; exit code 1 if it failed."),
     "logs": ("Watch", "logs", "Print the log lines of a run from all machines."),
     "journal": ("Watch", "logs", "Show the changes of a run's state and settings."),
+    "web": ("Watch", "ddrl.web.command", "Show runs and fleet in a browser."),
     "fleet": ("Fleet", "fleet", "List the workers, what they play, and each run's share."),
     "worker": ("Fleet", "roles", "Play and evaluate: a Celery worker of one role."),
     "learner": ("Fleet", "roles", "Learn one run, or whatever run waits for a learner."),
@@ -65,7 +67,7 @@ class _Commands(TyperGroup):
         """Return the command that the arguments name, loaded, and its arguments."""
         name, _, rest = super().resolve_command(ctx, args)
         module = "submit" if name == HIDDEN else COMMANDS[str(name)][1]
-        functions = importlib.import_module(f"ddrl.cli.{module}")
+        functions = importlib.import_module(module if "." in module else f"ddrl.cli.{module}")
         info = CommandInfo(name=name, callback=getattr(functions, "set_" if name == "set" else str(name)))
         return name, get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich"), rest
 

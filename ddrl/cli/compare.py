@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddrl.cli.format import duration, flat, picked, score
-from ddrl.cli.output import InputError, Json, emit, note, server, table
+from ddrl.cli.output import Client, InputError, Json, emit, note, server, table
 from ddrl.cli.settings import values_of
 from ddrl.store import runs as store
 
@@ -41,14 +41,7 @@ def compare(
             given = " ".join(runs)
             raise InputError(f"compare {given}: only one run; give two or more, `ddrl runs` lists them")
         records = [read(client, run) for run in names]
-        settings = [
-            {"from": each.state.warm or LACKING} | values_of(each.config, store.spaces(client, run))
-            for run, each in zip(names, records, strict=True)
-        ]
-        now_s = store.server_ms(client) / 1e3
-    stored = {name for each in records for name in flat(each.config.model_dump(by_alias=True))}
-    options = differences(settings, stored)
-    rows = [_row(each, now_s, place, options) for place, each in enumerate(records)]
+        rows, options = report(client, records)
     try:
         plot_runs({_label(each, place, options): each for place, each in enumerate(records)}, output)
     except OSError as error:
@@ -61,6 +54,18 @@ def compare(
     if len({row["env"] for row in rows}) > 1:
         note("the runs play different environments, whose returns cannot be compared")
     note(f"curves in {output}")
+
+
+def report(client: Client, records: Sequence[Records]) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
+    """Return a row of results for each run, and the options in which they differ with each one's value."""
+    settings = [
+        {"from": each.state.warm or LACKING} | values_of(each.config, store.spaces(client, each.state.run))
+        for each in records
+    ]
+    now_s = store.server_ms(client) / 1e3
+    stored = {name for each in records for name in flat(each.config.model_dump(by_alias=True))}
+    options = differences(settings, stored)
+    return [_row(each, now_s, place, options) for place, each in enumerate(records)], options
 
 
 def differences(configs: Sequence[Mapping[str, Any]], given: Iterable[str]) -> dict[str, list[Any]]:

@@ -27,7 +27,7 @@ def runs(
     with output.server() as client:
         known = store.names(client)
         now_s = store.server_ms(client) / 1e3
-        rows = [row for run in known[-number_of:] if (row := _describe(client, run, now_s)) is not None]
+        rows = [row for run in known[-number_of:] if (row := describe(client, run, now_s)) is not None]
     if json_output:
         output.emit(rows)
         return
@@ -79,7 +79,7 @@ def delete(
     output.answer(report, f"deleted {run}: {removed} keys{also}", json_output=json_output)
 
 
-def _describe(client: Client, run: str, now_s: float) -> dict[str, Any] | None:
+def describe(client: Client, run: str, now_s: float) -> dict[str, Any] | None:
     """Return a row of `ddrl runs`; None if the run was deleted meanwhile."""
     env = algorithm = None
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from redis import Redis
@@ -33,3 +33,14 @@ def last(client: Redis, run: str) -> dict[str, Any]:
     """Return the newest row, or an empty one."""
     raw = cast("list[Any]", client.xrevrange(keys.metrics(run), count=1))
     return json.loads(raw[0][1][b"row"]) if raw else {}
+
+
+def at(client: Redis, names: Sequence[str], times: Sequence[Sequence[float]]) -> list[list[dict[str, Any]]]:
+    """Return, for each run, its newest row at each of some times (server's clock, seconds), in one request."""
+    with client.pipeline(transaction=False) as pipe:
+        for run, moments in zip(names, times, strict=True):
+            for moment in moments:
+                pipe.xrevrange(keys.metrics(run), max=f"{int(1e3 * moment)}-{2**64 - 1}", count=1)
+        found = iter(pipe.execute())
+    entries = [[entry for _ in moments for entry in next(found)] for moments in times]
+    return [[json.loads(fields[b"row"]) for _, fields in some] for some in entries]

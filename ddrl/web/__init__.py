@@ -1,0 +1,1 @@
+"""`ddrl web`: the runs, the fleet and their curves in a browser."""

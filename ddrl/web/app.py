@@ -1,0 +1,390 @@
+"""The page: routes and what they show. All state stays on ddrl's server; a page is made from it for each request."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import anyio
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from ddrl import api
+from ddrl import config as configs
+from ddrl.cli import compare, fleet, output, view
+from ddrl.cli import format as texts
+from ddrl.cli import runs as listing
+from ddrl.cli.output import Client, InputError
+from ddrl.cli.watcher import Figures
+from ddrl.config import ConfigError
+from ddrl.runs.records import Records
+from ddrl.store import connection, ledger, logs, runs, weights
+from ddrl.store.connection import StoreError
+from ddrl.store.runs import UnknownRunError
+from ddrl.web import charts
+from ddrl.web.access import COOKIE, SafeHeaders, Session, Sessions, is_own_form
+from ddrl.web.feed import EVERY_S, Feeds, sparks
+
+HERE = Path(__file__).parent
+LOG_LINES, JOURNAL_ROWS, EVALUATION_ROWS = 200, 50, 12
+SORTED = {"age": "created_s", "return": "return_mean", "steps": "env_steps", "status": "status", "env": "env"}
+WRONG_S = 1.0  # before the answer to a wrong password
+PING_S = 15.0  # between two signs of life
+Page = Callable[[Request, Session | None], Response]
+
+
+def create(client: Client, *, hosts: Sequence[str], password: str = "", controls: bool = False) -> Starlette:
+    """Return the application.
+
+    Args:
+        client: connection to the server.
+        hosts: names by which browsers may reach it; a page of another name that leads here is refused.
+        password: asked for before anything is shown; empty: none.
+        controls: who gave the password may change runs.
+    """
+    pages = _Pages(client, Sessions(password), controls)
+    routes = [
+        *(Route(path, pages.shown(page)) for path, page in pages.reading.items()),
+        *(Route(path, pages.done(page), methods=["POST"]) for path, page in pages.changing.items()),
+        Route("/login", pages.login, methods=["GET", "POST"]),
+        Route("/runs/{run}/events", pages.events),
+        Mount("/static", StaticFiles(directory=HERE / "static")),
+    ]
+    refusals = {UnknownRunError: 404, InputError: 400, ConfigError: 400, StoreError: 400}
+    handlers: Any = {kind: partial(pages.refused, code) for kind, code in refusals.items()}
+    handlers |= dict.fromkeys(connection.OUTAGES, partial(pages.refused, 503)) | {
+        404: partial(pages.refused, 404)
+    }
+    middleware = [Middleware(SafeHeaders), Middleware(TrustedHostMiddleware, allowed_hosts=[*hosts])]
+    return Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
+
+
+class _Pages:
+    def __init__(self, client: Client, sessions: Sessions, controls: bool) -> None:
+        self._client, self._sessions, self._controls = client, sessions, controls
+        self._feeds = Feeds(client)
+        self._templates = Environment(
+            loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
+            trim_blocks=True, lstrip_blocks=True,
+        )  # fmt: skip
+        self._templates.filters |= {
+            name: getattr(texts, name)
+            for name in ("cell", "counted", "duration", "number", "percent", "score", "size")
+        }
+        self._templates.filters |= {"ago": lambda at_s: texts.duration(time.time() - at_s)}
+        self.reading: dict[str, Page] = {
+            "/": self.runs,
+            "/runs/{run}": self.run,
+            "/runs/{run}/logs": self.logs,
+            "/runs/{run}/audit": self.audit,
+            "/compare": self.compare,
+            "/fleet": self.fleet,
+        }
+        self.changing: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
+            "/runs/{run}/pause": self._pause,
+            "/runs/{run}/resume": self._resume,
+            "/runs/{run}/stop": self._stop,
+            "/runs/{run}/set": self._set,
+            "/runs/{run}/evaluate": self._evaluate,
+        }
+
+    # --- answers -------------------------------------------------------------------------------------------
+
+    def shown(self, page: Page) -> Callable[[Request], Response]:
+        """Return the endpoint of a page that someone may look at."""
+
+        def answer(request: Request) -> Response:
+            session = self._sessions.of(request)
+            if self._sessions.has_password and session is None:
+                return RedirectResponse("/login?" + urlencode({"to": request.url.path}), 303)
+            return page(request, session)
+
+        return answer
+
+    def done(self, change: Callable[[str, Mapping[str, Any]], str]) -> Callable[[Request], Any]:
+        """Return the endpoint of a form that changes a run, and notes in its journal who did it."""
+
+        async def answer(request: Request) -> Response:
+            session, form = self._sessions.of(request), await request.form()
+            if not self._controls:
+                return self._problem(request, 403, "this page only shows; start it with `ddrl web --control`")
+            if session is None or not is_own_form(request, form.get("token"), session):
+                return self._problem(
+                    request, 403, "this form is not of a page that you have open; log in again"
+                )
+            run = request.path_params["run"]
+
+            def act() -> None:
+                output.resolve(self._client, run)
+                runs.note(self._client, run, "control", f"{session.name}: {change(run, form)}")
+
+            await run_in_threadpool(act)
+            return RedirectResponse(f"/runs/{run}", 303)
+
+        return answer
+
+    async def login(self, request: Request) -> Response:
+        """Ask for the password, or open a session."""
+        form = await request.form() if request.method == "POST" else {}
+        if not form:
+            return self._page(
+                request, "login.html", None, wrong=False, to=request.query_params.get("to", "/")
+            )
+        to, is_own = (
+            str(form.get("to", "/")),
+            request.headers.get("origin", "").endswith(request.headers["host"]),
+        )
+        cookie = (
+            self._sessions.open(str(form.get("name", "")), str(form.get("password", ""))) if is_own else None
+        )
+        if cookie is None:
+            await anyio.sleep(WRONG_S)
+            return self._page(request, "login.html", None, code=403, wrong=True, to=to)
+        answer = RedirectResponse(to if to.startswith("/") and not to.startswith("//") else "/", 303)
+        is_secure = request.url.scheme == "https"
+        answer.set_cookie(COOKIE, cookie, httponly=True, samesite="strict", secure=is_secure)
+        return answer
+
+    def refused(self, code: int, request: Request, error: Exception) -> Response:
+        """Answer a request that cannot be served with a page that says why."""
+        reason = connection.outage(error) or getattr(error, "detail", None) or str(error)
+        return self._problem(request, code, reason)
+
+    def _problem(self, request: Request, code: int, reason: str) -> Response:
+        return self._page(request, "problem.html", self._sessions.of(request), code=code, reason=reason)
+
+    def _page(
+        self, request: Request, template: str, session: Session | None, *, code: int = 200, **values: Any
+    ) -> Response:
+        may_change = self._controls and session is not None
+        values |= {"session": session, "may_change": may_change, "here": request.url.path}
+        return HTMLResponse(self._templates.get_template(template).render(values), code)
+
+    # --- pages ---------------------------------------------------------------------------------------------
+
+    def runs(self, request: Request, session: Session | None) -> Response:
+        """List the runs, the newest first."""
+        asked = request.query_params
+        now_s = runs.server_ms(self._client) / 1e3
+        rows = [
+            row for run in runs.names(self._client) if (row := listing.describe(self._client, run, now_s))
+        ]
+        words = asked.get("q", "").lower().split()
+        shown = [
+            row for row in rows if all(word in " ".join(map(str, row.values())).lower() for word in words)
+        ]
+        if status := asked.get("status", ""):
+            shown = [row for row in shown if row["status"] == status]
+        by = SORTED.get(asked.get("sort", ""), "created_s")
+        there = [row for row in shown if row[by] is not None]
+        there.sort(key=lambda row: row[by], reverse=by not in ("status", "env"))
+        shown = there + [row for row in shown if row[by] is None]
+        states = [runs.state(self._client, row["run"]) for row in shown]
+        lines = map(charts.sparkline, sparks(self._client, states, now_s))
+        values: dict[str, Any] = {
+            "rows": [*zip(shown, states, lines, strict=True)],
+            "statuses": sorted({row["status"] for row in rows}),
+            "ticked": asked.getlist("run"),
+            "sorts": SORTED,
+            "asked": asked,
+            "num_all": len(rows),
+            "now_s": now_s,
+        }
+        return self._page(request, "runs.html", session, **values)
+
+    def run(self, request: Request, session: Session | None) -> Response:
+        """Show one run, as of now."""
+        run = output.resolve(self._client, request.path_params["run"])
+        if run != request.path_params["run"]:
+            return RedirectResponse(f"/runs/{run}", 303)
+        parts, values = self._parts(run, request.query_params), self._values(run)
+        over, name = self._asked(request.query_params)
+        names = sorted({name for row in values["records"].figures[-1:] for name in row} - {"time_s"})
+        values |= {"parts": parts, "over": over, "axes": charts.AXES, "names": names, "figure": name}
+        return self._page(request, "run.html", session, differences=_differences(values["records"]), **values)
+
+    async def events(self, request: Request) -> Response:
+        """Stream the parts of a run's page that change."""
+        if self._sessions.has_password and self._sessions.of(request) is None:
+            return JSONResponse({"error": "log in"}, 401)
+        run, asked = request.path_params["run"], request.query_params
+
+        async def stream() -> AsyncIterator[str]:
+            sent, spoken_at = dict[str, str](), time.monotonic()
+            while not await request.is_disconnected():
+                try:
+                    parts = await run_in_threadpool(self._parts, run, asked)
+                except StoreError:  # it was deleted, or cannot be read
+                    return
+                except connection.OUTAGES as error:
+                    parts = {"trouble": connection.outage(error) or "the server does not answer"}
+                else:
+                    parts["trouble"] = ""
+                for name, text in parts.items():
+                    if sent.get(name) != text:
+                        sent[name], spoken_at = text, time.monotonic()
+                        yield (
+                            f"event: {name}\n"
+                            + "".join(f"data: {line}\n" for line in text.split("\n"))
+                            + "\n"
+                        )
+                if time.monotonic() - spoken_at > PING_S:
+                    spoken_at = time.monotonic()
+                    yield ": alive\n\n"
+                await anyio.sleep(EVERY_S)
+
+        return StreamingResponse(
+            stream(), media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
+
+    def logs(self, request: Request, session: Session | None) -> Response:
+        """Show the newest lines of a run's log."""
+        run = output.resolve(self._client, request.path_params["run"])
+        lines = logs.read(self._client, run)[0][-LOG_LINES:]
+        return self._page(request, "logs.html", session, run=run, lines=lines)
+
+    def audit(self, request: Request, session: Session | None) -> Response:
+        """Show whether every fragment of a run is accounted for."""
+        run = output.resolve(self._client, request.path_params["run"])
+        found = ledger.audit(self._client, run)
+        return self._page(request, "audit.html", session, run=run, found=found)
+
+    def compare(self, request: Request, session: Session | None) -> Response:
+        """Show several runs side by side."""
+        names = [
+            *dict.fromkeys(output.resolve(self._client, run) for run in request.query_params.getlist("run"))
+        ]
+        if len(names) < 2:
+            raise InputError("compare: tick two or more runs")
+        over, _ = self._asked(request.query_params)
+        found = [self._feeds.look(run)[1] for run in names]
+        rows, options = compare.report(self._client, found)
+        values: dict[str, Any] = {"rows": rows, "options": options, "chart": json.dumps(charts.of_runs(found, over))}
+        return self._page(
+            request, "compare.html", session, names=names, over=over, axes=charts.AXES, **values
+        )
+
+    def fleet(self, request: Request, session: Session | None) -> Response:
+        """Show machines, and what they play."""
+        return self._page(request, "fleet.html", session, report=fleet.collect(self._client))
+
+    # --- a run's page --------------------------------------------------------------------------------------
+
+    def _values(self, run: str) -> dict[str, Any]:
+        figures, records = self._feeds.look(run)
+        return {
+            "figures": figures,
+            "records": records,
+            "state": figures.state,
+            "config": figures.config,
+            "shown": view.cells(figures) | view.other_metrics(figures),
+            "sentences": _where_time_goes(figures),
+            "index": weights.index(self._client, run),
+            "evaluated": figures.evaluated[: -EVALUATION_ROWS - 1 : -1],
+            "entries": records.journal[: -JOURNAL_ROWS - 1 : -1],
+        }
+
+    def _parts(self, run: str, asked: Mapping[str, str]) -> dict[str, str]:
+        """Return the parts of a run's page that change, by name: HTML, and JSON of the charts."""
+        values = self._values(run)
+        over, name = self._asked(asked)
+        module: Any = self._templates.get_template("parts.html")
+        parts = {
+            part: str(getattr(module.make_module(values), part)())
+            for part in ("head", "cells", "evaluations", "journal")
+        }
+        parts["chart"] = json.dumps(charts.of_run(values["records"], over))
+        parts["figure"] = json.dumps(charts.of_figure(values["records"], over, name))
+        return parts
+
+    def _asked(self, asked: Mapping[str, str]) -> tuple[str, str]:
+        """Return the axis and the figure of a page's charts."""
+        over = asked.get("over", "")
+        return over if over in charts.AXES else "time_s", asked.get("figure") or "env_steps_per_s"
+
+    # --- changes -------------------------------------------------------------------------------------------
+
+    def _pause(self, run: str, _: Mapping[str, Any]) -> str:
+        api.Run(run).pause()
+        return "paused"
+
+    def _resume(self, run: str, form: Mapping[str, Any]) -> str:
+        more = str(form.get("time", "")).strip()
+        api.Run(run).resume(time=more or None)
+        return f"resumed, {more} more" if more else "resumed"
+
+    def _stop(self, run: str, _: Mapping[str, Any]) -> str:
+        listing.change_status(self._client, run, "stopped")
+        threading.Thread(target=api.Run(run).stop, daemon=True).start()  # which waits for the results
+        return "stopped"
+
+    def _set(self, run: str, form: Mapping[str, Any]) -> str:
+        option, value = str(form.get("option", "")).strip(), str(form.get("value", ""))
+        done = api.Run(run).set({option: configs.plain(option, value)})
+        return (
+            ", ".join(f"{row['option']} {row['from']} -> {row['to']}" for row in done["changes"])
+            or "no change"
+        )
+
+    def _evaluate(self, run: str, form: Mapping[str, Any]) -> str:
+        version, num = str(form.get("version") or "best"), int(str(form.get("episodes") or 100))
+
+        def play() -> None:
+            try:
+                done = api.Run(run).evaluate(num, version)
+                text = f"{texts.score(done)} over {num} episodes"
+            except Exception as error:
+                text = str(error)
+            runs.note(self._client, run, "evaluated", f"version {version}: {text}")
+
+        threading.Thread(target=play, daemon=True).start()
+        return f"evaluates version {version} over {num} episodes"
+
+
+def _where_time_goes(figures: Figures) -> list[str]:
+    """Return in plain words what the learner and the processes that play spend their time on."""
+    waits, recent = figures.row.get("learner_wait"), figures.recent
+    sentences = []
+    if waits is not None:
+        advice = (
+            "more workers would help"
+            if waits > 0.3
+            else "it is what limits"
+            if waits < 0.05
+            else "well balanced"
+        )
+        sentences.append(f"The learner waits for experience {texts.percent(waits)} of its time: {advice}.")
+    if recent.played is not None:
+        sentences.append(
+            f"The processes play {texts.percent(recent.played)} of theirs, wait for the learner"
+            f" {texts.percent(recent.allowance_wait)}, and for room on the server {texts.percent(recent.room_wait)}."
+        )
+    if figures.row.get("server_wait_s", 0.0) >= view.MIN_SERVER_WAIT_S:
+        sentences.append(
+            f"The server lets the learner wait {figures.row['server_wait_s']:.2f} s between two reports."
+        )
+    return sentences
+
+
+def _differences(records: Records) -> list[tuple[str, Any, Any]]:
+    """Return option, value and default of the settings that differ from what the environment and algorithm give."""
+    own = texts.flat(records.config.model_dump(mode="json", by_alias=True))
+    least = {"env": {"id": records.config.env.id}, "algorithm": {"name": records.config.algorithm["name"]}}
+    try:
+        usual = texts.flat(configs.load(least, {}).model_dump(mode="json", by_alias=True))
+    except ConfigError:  # an algorithm of the user's need not be importable here
+        usual = {}
+    return [(name, value, usual.get(name)) for name, value in own.items() if value != usual.get(name)]
