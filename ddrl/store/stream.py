@@ -186,6 +186,12 @@ def read(client: Redis, run: str, cursor: bytes, *, count: int, until: bytes = b
     return [Entry(entry_id, fields) for entry_id, fields in raw]
 
 
+def newest(client: Redis, run: str, count: int) -> list[Entry]:
+    """Return at most `count` of the newest entries, oldest first."""
+    raw = cast("list[Any]", client.xrevrange(keys.experience(run), count=count))
+    return [Entry(entry_id, fields) for entry_id, fields in reversed(raw)]
+
+
 def pages(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[list[Entry]]:
     """Yield the entries after one id up to another, oldest first, in lists of about REPLY_BYTES.
 

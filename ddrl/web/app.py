@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 
 from ddrl import api
 from ddrl import config as configs
-from ddrl.cli import compare, fleet, output, view
+from ddrl.cli import compare, fleet, output, settings, view
 from ddrl.cli import format as texts
 from ddrl.cli import runs as listing
 from ddrl.cli.output import Client, InputError
@@ -39,7 +40,8 @@ from ddrl.web.access import COOKIE, SafeHeaders, Session, Sessions, is_own_form
 from ddrl.web.feed import EVERY_S, Feeds, sparks
 
 HERE = Path(__file__).parent
-LOG_LINES, JOURNAL_ROWS, EVALUATION_ROWS = 200, 50, 12
+LOG_LINES, JOURNAL_ROWS, EVALUATION_ROWS, EPISODE_ROWS = 200, 50, 12, 10
+MOST_FILMS, MOST_MADE = 8, 100  # kept
 SORTED = {"age": "created_s", "return": "return_mean", "steps": "env_steps", "status": "status", "env": "env"}
 WRONG_S = 1.0  # before the answer to a wrong password
 PING_S = 15.0  # between two signs of life
@@ -75,7 +77,10 @@ def create(client: Client, *, hosts: Sequence[str], password: str = "", controls
 class _Pages:
     def __init__(self, client: Client, sessions: Sessions, controls: bool) -> None:
         self._client, self._sessions, self._controls = client, sessions, controls
-        self._feeds = Feeds(client)
+        self._feeds, self._films = Feeds(client), dict[str, bytes]()
+        self._made: dict[
+            tuple[str, str, str], tuple[Records, dict[str, str]]
+        ] = {}  # (run, axis, figure) -> parts
         self._templates = Environment(
             loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
             trim_blocks=True, lstrip_blocks=True,
@@ -90,6 +95,8 @@ class _Pages:
             "/runs/{run}": self.run,
             "/runs/{run}/logs": self.logs,
             "/runs/{run}/audit": self.audit,
+            "/runs/{run}/episodes": self.episodes,
+            "/runs/{run}/films/{name}": self.film,
             "/compare": self.compare,
             "/fleet": self.fleet,
         }
@@ -132,6 +139,7 @@ class _Pages:
                 runs.note(self._client, run, "control", f"{session.name}: {change(run, form)}")
 
             await run_in_threadpool(act)
+            self._feeds.forget(run)
             return RedirectResponse(f"/runs/{run}", 303)
 
         return answer
@@ -155,7 +163,7 @@ class _Pages:
             return self._page(request, "login.html", None, code=403, wrong=True, to=to)
         answer = RedirectResponse(to if to.startswith("/") and not to.startswith("//") else "/", 303)
         is_secure = request.url.scheme == "https"
-        answer.set_cookie(COOKIE, cookie, httponly=True, samesite="strict", secure=is_secure)
+        answer.set_cookie(COOKIE, cookie, httponly=True, samesite="lax", secure=is_secure)
         return answer
 
     def refused(self, code: int, request: Request, error: Exception) -> Response:
@@ -197,7 +205,6 @@ class _Pages:
         values: dict[str, Any] = {
             "rows": [*zip(shown, states, lines, strict=True)],
             "statuses": sorted({row["status"] for row in rows}),
-            "ticked": asked.getlist("run"),
             "sorts": SORTED,
             "asked": asked,
             "num_all": len(rows),
@@ -214,7 +221,9 @@ class _Pages:
         over, name = self._asked(request.query_params)
         names = sorted({name for row in values["records"].figures[-1:] for name in row} - {"time_s"})
         values |= {"parts": parts, "over": over, "axes": charts.AXES, "names": names, "figure": name}
-        return self._page(request, "run.html", session, differences=_differences(values["records"]), **values)
+        return self._page(
+            request, "run.html", session, differences=_differences(self._client, values["records"]), **values
+        )
 
     async def events(self, request: Request) -> Response:
         """Stream the parts of a run's page that change."""
@@ -262,6 +271,47 @@ class _Pages:
         found = ledger.audit(self._client, run)
         return self._page(request, "audit.html", session, run=run, found=found)
 
+    def episodes(self, request: Request, session: Session | None) -> Response:
+        """Show the latest, best and worst training episodes of a run, and one that is played if that is asked for."""
+        from ddrl.web import film  # which loads torch
+
+        run, asked = output.resolve(self._client, request.path_params["run"]), request.query_params
+        version, seed, played = asked.get("version") or "best", asked.get("seed") or "1000", None
+        if not seed.isdigit() or int(seed) >= 2**31:
+            raise InputError(f"seed {seed}: give a whole number below {2**31:,}")
+        if asked.get("play"):
+            picture, score, length = film.play(api.Run(run).policy(version), int(seed))
+            while len(self._films) >= MOST_FILMS:
+                del self._films[next(iter(self._films))]
+            name = secrets.token_urlsafe()
+            self._films[name], played = picture, {"name": name, "score": score, "length": length}
+        rows = self._feeds.look(run)[1].episodes
+        ranked = sorted(rows, key=lambda row: row["return"])
+        tables = {
+            "Latest": rows[::-1][:EPISODE_ROWS],
+            "Best": ranked[::-1][:EPISODE_ROWS],
+            "Worst": ranked[:EPISODE_ROWS],
+        }
+        values: dict[str, Any] = {
+            "run": run,
+            "version": version,
+            "seed": seed,
+            "film": played,
+            "tables": tables,
+        }
+        has_images = film.newest(self._client, run) is not None
+        return self._page(request, "episodes.html", session, has_images=has_images, **values)
+
+    def film(self, request: Request, _: Session | None) -> Response:
+        """Return the moving picture of an episode that was played, or of the stream."""
+        from ddrl.web import film
+
+        name = request.path_params["name"]
+        picture = (
+            film.newest(self._client, request.path_params["run"]) if name == "now" else self._films.get(name)
+        )
+        return Response(picture, media_type="image/webp") if picture else Response(status_code=404)
+
     def compare(self, request: Request, session: Session | None) -> Response:
         """Show several runs side by side."""
         names = [
@@ -272,7 +322,11 @@ class _Pages:
         over, _ = self._asked(request.query_params)
         found = [self._feeds.look(run)[1] for run in names]
         rows, options = compare.report(self._client, found)
-        values: dict[str, Any] = {"rows": rows, "options": options, "chart": json.dumps(charts.of_runs(found, over))}
+        values: dict[str, Any] = {
+            "rows": rows,
+            "options": options,
+            "chart": json.dumps(charts.of_runs(found, over)),
+        }
         return self._page(
             request, "compare.html", session, names=names, over=over, axes=charts.AXES, **values
         )
@@ -298,17 +352,22 @@ class _Pages:
         }
 
     def _parts(self, run: str, asked: Mapping[str, str]) -> dict[str, str]:
-        """Return the parts of a run's page that change, by name: HTML, and JSON of the charts."""
-        values = self._values(run)
+        """Return the parts of a run's page that change, by name: HTML, and JSON of the charts; made once for all."""
         over, name = self._asked(asked)
-        module: Any = self._templates.get_template("parts.html")
-        parts = {
-            part: str(getattr(module.make_module(values), part)())
-            for part in ("head", "cells", "evaluations", "journal")
-        }
-        parts["chart"] = json.dumps(charts.of_run(values["records"], over))
-        parts["figure"] = json.dumps(charts.of_figure(values["records"], over, name))
-        return parts
+        values = self._values(run)
+        records = values["records"]
+        of, made = self._made.get((run, over, name), (None, dict[str, str]()))
+        if of is not records:
+            module: Any = self._templates.get_template("parts.html").make_module(values)
+            made = {
+                part: str(getattr(module, part)()) for part in ("head", "cells", "evaluations", "journal")
+            }
+            made["chart"] = json.dumps(charts.of_run(records, over))
+            made["figure"] = json.dumps(charts.of_figure(records, over, name))
+            if len(self._made) >= MOST_MADE:
+                self._made.clear()
+            self._made[run, over, name] = records, made
+        return dict(made)
 
     def _asked(self, asked: Mapping[str, str]) -> tuple[str, str]:
         """Return the axis and the figure of a page's charts."""
@@ -379,12 +438,13 @@ def _where_time_goes(figures: Figures) -> list[str]:
     return sentences
 
 
-def _differences(records: Records) -> list[tuple[str, Any, Any]]:
+def _differences(client: Client, records: Records) -> list[tuple[str, Any, Any]]:
     """Return option, value and default of the settings that differ from what the environment and algorithm give."""
-    own = texts.flat(records.config.model_dump(mode="json", by_alias=True))
+    spaces = runs.spaces(client, records.state.run)
     least = {"env": {"id": records.config.env.id}, "algorithm": {"name": records.config.algorithm["name"]}}
     try:
-        usual = texts.flat(configs.load(least, {}).model_dump(mode="json", by_alias=True))
-    except ConfigError:  # an algorithm of the user's need not be importable here
-        usual = {}
+        own = settings.values_of(records.config, spaces)
+        usual = settings.values_of(configs.load(least, {}), spaces)
+    except (ConfigError, ImportError):  # an algorithm of the user's need not be there
+        own, usual = texts.flat(records.config.model_dump(mode="json", by_alias=True)), {}
     return [(name, value, usual.get(name)) for name, value in own.items() if value != usual.get(name)]

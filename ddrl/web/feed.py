@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 from ddrl.cli.output import Client
 from ddrl.cli.watcher import Figures, Watcher
@@ -14,6 +15,7 @@ from ddrl.store import metrics, runs
 EVERY_S = 1.0  # between two looks at a run, however many people watch it
 KEPT_S = 60.0  # a run that nobody watches is forgotten
 SPARKS = 24  # points of a run's sparkline
+LISTS = ("figures", "episodes", "evaluated", "journal")
 
 
 class Feed:
@@ -37,18 +39,14 @@ class Feed:
         self.used_at = time.monotonic()
 
     def look(self) -> tuple[Figures, Records]:
-        """Return the state and the history, which are at most EVERY_S old; the same objects each time."""
+        """Return the state and the history, at most EVERY_S old; the same history as before until it is read again."""
         with self._lock:
             self.used_at = now = time.monotonic()
             if now - self._looked_at >= EVERY_S:
                 self._figures = self._watcher.poll()
                 known, new = self._records, records.read(self._client, self._run, self._records.ends)
-                for name in ("figures", "episodes", "evaluated", "journal"):
-                    getattr(known, name).extend(getattr(new, name))
-                lists = {
-                    name: getattr(known, name) for name in ("figures", "episodes", "evaluated", "journal")
-                }
-                self._records = Records(new.config, new.state, **lists, ends=new.ends)
+                lists = {name: getattr(known, name) + getattr(new, name) for name in LISTS}
+                self._records = replace(new, **lists)
                 self._looked_at = now
             return self._figures, self._records
 
@@ -76,6 +74,11 @@ class Feeds:
             if feed is None:
                 feed = self._feeds[run] = Feed(self._client, run)
         return feed.look()
+
+    def forget(self, run: str) -> None:
+        """Read a run anew when it is looked at next, as it has been changed."""
+        with self._lock:
+            self._feeds.pop(run, None)
 
 
 def sparks(client: Client, states: list[runs.RunState], now_s: float) -> list[list[float]]:

@@ -12,6 +12,7 @@ from redis import Redis
 from support.store import add_history, end, heartbeat, make_run
 from web.conftest import PASSWORD, Visitor
 
+from ddrl.runs import records
 from ddrl.store import keys, logs, metrics, runs, workers
 from ddrl.web import access, feed
 
@@ -53,10 +54,21 @@ def test_a_run_has_all_its_parts(client: Redis, visitor: Visitor) -> None:
         "algorithm.gamma",
         "critic_loss",
         "confirm",
-        "waits for a",
+        "waits for experience",
     ):
         assert part in text, part
     assert visitor.get(f"/runs/{run[:-2]}").headers["location"] == f"/runs/{run}"
+
+
+def test_the_episodes_are_listed(client: Redis, visitor: Visitor) -> None:
+    run = make_run(client)
+    add_history(client, run)
+    assert "None has ended yet" in visitor.get(f"/runs/{make_run(client)}/episodes").text
+    returns = sorted(row["return"] for row in records.read(client, run).episodes)
+    text = visitor.get(f"/runs/{run}/episodes").text
+    best, worst = text.index("<h2>Best"), text.index("<h2>Worst")
+    assert best < text.index(f"{returns[-1]:,.1f}", best) < worst < text.index(f"{returns[0]:,.1f}", worst)
+    assert "whole number" in visitor.get(f"/runs/{run}/episodes?seed=x").text
 
 
 def test_a_run_that_is_unknown_is_said(client: Redis, visitor: Visitor) -> None:
@@ -154,7 +166,14 @@ def test_nothing_that_anyone_wrote_is_markup(client: Redis, visitor: Visitor) ->
         }
         client.xadd(keys.journal(run), forged)
         workers.beat(client, heartbeat(text.replace("/", ""), 1, "ddrl.rollout.box2d"))
-        for path in (f"/runs/{run}", f"/runs/{run}/logs", "/", "/fleet", f"/runs/{other}", f"/runs/{other}/logs"):
+        for path in (
+            f"/runs/{run}",
+            f"/runs/{run}/logs",
+            "/",
+            "/fleet",
+            f"/runs/{other}",
+            f"/runs/{other}/logs",
+        ):
             assert is_harmless(visitor.get(path).text), path
         assert all(
             is_harmless(data) for name, data in events(visitor, run, 7) if name not in ("chart", "figure")
