@@ -305,6 +305,9 @@ class RunConfig(Section):
     weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     stop: StopConfig = StopConfig()
+    tracking: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    """Tools that the learner's machine tells of the run while it goes on; each is an extra of ddrl, set up by its own
+    environment variables, such as MLFLOW_TRACKING_URI or WANDB_MODE=offline."""
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -391,6 +394,14 @@ def load(
         for override in overrides:
             _override(tree, override)
     return validate(tree)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a tree by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
 
 
 def plain(name: str, value: Any) -> Any:

@@ -21,6 +21,7 @@ LAYERS = (
     "algorithms replay celery",
     "policy",
     "runs",
+    "trackers",
     "worker learner",
     "cli",
     "api",

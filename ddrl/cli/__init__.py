@@ -24,6 +24,7 @@ DONE, FAILED, BAD_INPUT, NO_SERVER, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "submit": ("Train", "submit", "Start a run, and the server and processes that it lacks."),
     "presets": ("Train", "presets", "List the presets that ddrl ships, and what each reaches in what time."),
+    "sweep": ("Train", "sweep", "Try values of a config's options, each as a run, and keep the best."),
     "resume": ("Train", "submit", "Continue paused, stopped or interrupted runs."),
     "stop": ("Train", "runs", "End a run: its learner saves everything, its workers play other runs."),
     "pause": ("Train", "runs", "Pause a run until `ddrl resume`; nothing is lost."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.format import duration, flat, picked, score
+from ddrl.cli.format import duration, picked, score
 from ddrl.cli.output import Client, InputError, Json, emit, note, server, table
 from ddrl.cli.settings import values_of
 from ddrl.store import runs as store
@@ -58,6 +58,8 @@ def compare(
 
 def report(client: Client, records: Sequence[Records]) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
     """Return a row of results for each run, and the options in which they differ with each one's value."""
+    from ddrl.config import flat
+
     settings = [
         {"from": each.state.warm or LACKING} | values_of(each.config, store.spaces(client, each.state.run))
         for each in records

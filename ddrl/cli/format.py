@@ -67,11 +67,3 @@ def score(evaluation: Mapping[str, Any] | None) -> str:
 def picked(source: object, *names: str) -> dict[str, Any]:
     """Return some attributes by name, for JSON."""
     return {name: getattr(source, name) for name in names}
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the settings of a tree by their dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found

@@ -24,7 +24,11 @@ Version = Annotated[
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help=f"File to write. Default: RUN-vVERSION{SUFFIX}.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite the file.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option(help="Folder to write: policy, config, curve, video, and a card with the scores."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 
 
 def choose(client: Client, run: str, version: str | None) -> int:
@@ -82,12 +86,21 @@ def export(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="RUN or RUN@VERSION.")] = "last",
     version: Version = None,
     output: Output = None,
+    folder: Folder = None,
     force: Force = False,
     json_output: Json = False,
 ) -> None:
-    """Write a policy to one file that plays anywhere, without server or run folder."""
+    """Write a policy to one file that plays anywhere, without server or run folder; or a folder to share."""
+    if folder is not None and output is not None:
+        raise InputError(f"--folder {folder}: not together with --output {output}; give one of them")
     with _chosen(target, version) as (client, run, number):
-        path = write(client, run, number, output or Path(), force)
+        if folder is None:
+            path = write(client, run, number, output or Path(), force)
+        else:
+            from ddrl.cli import model_card
+
+            model_card.write(client, run, number, folder, force=force)
+            path = folder / model_card.POLICY
     report = {"run": run, "version": number, "path": str(path), "bytes": path.stat().st_size}
     text = f"wrote version {number} of {run} to {path}; score it with `ddrl evaluate {path}`"
     answer(report, text, json_output=json_output)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.format import flat
 from ddrl.cli.output import Client, InputError, Json, Run, answer, emit, note, server_of, table
 from ddrl.store import runs as store
 
@@ -173,6 +172,7 @@ def _in_words(names: Iterable[str]) -> str:
 def values_of(config: RunConfig, spaces: EnvSpec) -> dict[str, Any]:
     """Return the JSON value of every option by its dotted name, with the algorithm's defaults."""
     from ddrl.algorithms import base
+    from ddrl.config import flat
 
     tree = config.model_dump(mode="json", by_alias=True)
     tree["algorithm"] |= base.resolve(config, spaces).config.model_dump(mode="json", by_alias=True)

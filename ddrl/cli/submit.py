@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import statistics
 import time
@@ -44,6 +45,10 @@ def submit(
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs to start, with consecutive seeds.")] = 1,
     weight: Annotated[float | None, typer.Option(help="Share of the fleet, relative to others.")] = None,
     priority: Annotated[str | None, typer.Option(help="low, normal or high; high plays first.")] = None,
+    track: Annotated[
+        list[str] | None,
+        typer.Option("--track", help="Tell wandb, mlflow or trackio of the run; repeatable."),
+    ] = None,
     initial: Annotated[
         str | None, typer.Option("--from", metavar="POLICY|RUN@VERSION", help="Initial weights.")
     ] = None,
@@ -55,14 +60,14 @@ def submit(
     started = time.monotonic()
     given = {"stop.time": seconds(time_, "--time"), "seed": seed, "weight": weight, "priority": priority}
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
+    options += [f"tracking={json.dumps(track)}"] if track else []
     path, preset = configs.find(config), configs.presets().get(config.removesuffix(".yaml"))
     resolved = configs.load(path, [*(set_ or []), *options])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     with_learner = starts_learner(with_learner, [resolved])
     with server() as client:
         num_workers = num_workers_here(workers)
-        if num_workers or with_learner:
-            local.check_folder()
+        check_here(resolved, num_workers, with_learner)
         runs = create_all(client, resolved, seeds, initial, num_workers)
         if preset is not None and path.resolve() != preset.resolve():
             note(f"{path}: the file in this folder, not the preset {preset.stem} that ddrl ships")
@@ -70,6 +75,20 @@ def submit(
         if detach:
             return _detach(runs, num_workers, with_learner, json_output, "submitted")
         _attend(client, runs, num_workers, with_learner, json_output, started)
+
+
+def check_here(config: configs.RunConfig, num_workers: int, with_learner: bool) -> None:
+    """Refuse a run whose processes could not do here what they should.
+
+    Raises:
+        ConfigError, StoreError: names what is lacking.
+    """
+    if num_workers or with_learner:
+        local.check_folder()
+    if with_learner and config.tracking:
+        from ddrl import trackers  # takes a second
+
+        trackers.check(config)
 
 
 def resume(

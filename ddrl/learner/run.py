@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ddrl import celery
+from ddrl import celery, trackers
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.envs import requirements
@@ -356,6 +356,7 @@ class _Attempt:
             self._is_restored = True
             self._check_memory()
             self._peer.complete(self._learner.core, self._config, self._interrupted)
+            self._resources.enter_context(trackers.following(self._config, self._run, self._folder))
             log.info("learns %s on %s", self._run, set_up(self._config.learner))
         except (LeaseLostError, *LOST, *connection.OUTAGES):
             raise

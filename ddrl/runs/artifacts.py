@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -60,11 +60,7 @@ def following(run: str, token: int, folder: Path) -> Iterator[None]:
 
 
 def _follow(run: str, token: int, folder: Path, stop: Event) -> None:
-    """Update the folder until `stop` is set: a part is due once all, with its last cost, have taken SHARE of the time.
-
-    What fails is logged once, and tried again.
-    """
-    began, spent_s, said = time.monotonic(), 0.0, ""
+    """Update the folder until `stop` is set."""
     with contextlib.ExitStack() as resources:
         client = resources.enter_context(contextlib.closing(connection.connect()))
         opened: list[tuple[History, Tables]] = []  # once it can be
@@ -80,27 +76,45 @@ def _follow(run: str, token: int, folder: Path, stop: Event) -> None:
             history.add({"metrics": new.figures, "episodes": new.episodes})
             tables.add(new)
 
-        costs: dict[Callable[[], None], float] = {
+        updates: dict[Callable[[], None], float] = {
             add_rows: ROWS_S,
             partial(_write_state, client, run, folder): PICTURE_S,
         }
-        while not stop.wait(EVERY_S):
-            for update, cost_s in costs.items():
-                if spent_s + cost_s > SHARE * (time.monotonic() - began):
-                    continue
-                at_s = time.thread_time()
-                try:
-                    update()
-                except (LeaseLostError, RunGoneError, UnknownRunError):
-                    return
-                except connection.OUTAGES:
-                    pass  # which the learner logs
-                except Exception as error:
-                    if str(error) != said:
-                        said = str(error)
-                        log.warning("%s: cannot be brought up to date (%s); tries again", folder, said)
-                costs[update] = time.thread_time() - at_s
-                spent_s += costs[update]
+        repeat(updates, stop, f"{folder}: cannot be brought up to date")
+
+
+def repeat(updates: Mapping[Callable[[], None], float], stop: Event, failed: str) -> str:
+    """Make updates every EVERY_S until `stop` is set or the run is another's, in at most SHARE of this thread's time.
+
+    An update is due once all together, with its last cost, have taken no more. An outage is left to the learner to log.
+
+    Args:
+        updates: each with the processor time that it is taken to cost before the first, in seconds.
+        stop: ends it.
+        failed: begins the warning about an update that fails, which is given once.
+
+    Returns:
+        The reason of the last warning.
+    """
+    began, costs, spent_s, said = time.monotonic(), dict(updates), 0.0, ""
+    while not stop.wait(EVERY_S):
+        for update, cost_s in costs.items():
+            if spent_s + cost_s > SHARE * (time.monotonic() - began):
+                continue
+            at_s = time.thread_time()
+            try:
+                update()
+            except (LeaseLostError, RunGoneError, UnknownRunError):
+                return said
+            except connection.OUTAGES:
+                pass
+            except Exception as error:
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("%s (%s); tries again", failed, said)
+            costs[update] = time.thread_time() - at_s
+            spent_s += costs[update]
+    return said
 
 
 def complete(client: Redis, run: str, token: int, folder: Path) -> None:

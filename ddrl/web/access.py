@@ -74,11 +74,14 @@ class Sessions:
         self._sessions.pop(request.cookies.get(COOKIE, ""), None)
 
 
-def is_own_form(request: Request, token: object, session: Session | None) -> bool:
-    """Return whether a form was sent by a page of this server that the session has opened."""
-    origin = request.headers.get("origin", "")
-    is_own = urlsplit(origin).netloc == request.headers.get("host")
-    return is_own and session is not None and hmac.compare_digest(str(token).encode(), session.token.encode())
+def is_from_here(request: Request) -> bool:
+    """Return whether a form was sent by a page of this server."""
+    return urlsplit(request.headers.get("origin", "")).netloc == request.headers.get("host")
+
+
+def is_own_form(request: Request, token: object, session: Session) -> bool:
+    """Return whether a form was sent by a page that the session has opened."""
+    return is_from_here(request) and hmac.compare_digest(str(token).encode(), session.token.encode())
 
 
 class SafeHeaders:
@@ -89,10 +92,12 @@ class SafeHeaders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
+        is_page = not str(scope.get("path", "")).startswith("/static/")
+        added = HEADERS | {"cache-control": "no-store" if is_page else "no-cache"}
 
         async def send_with(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] += [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] += [(name.encode(), value.encode()) for name, value in added.items()]
             await send(message)
 
         await self._app(scope, receive, send_with)

@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -36,16 +36,18 @@ from ddrl.store import connection, ledger, logs, runs, weights
 from ddrl.store.connection import StoreError
 from ddrl.store.runs import UnknownRunError
 from ddrl.web import charts
-from ddrl.web.access import COOKIE, SafeHeaders, Session, Sessions, is_own_form
+from ddrl.web.access import COOKIE, SafeHeaders, Session, Sessions, is_from_here, is_own_form
 from ddrl.web.feed import EVERY_S, Feeds, sparks
 
 HERE = Path(__file__).parent
 LOG_LINES, JOURNAL_ROWS, EVALUATION_ROWS, EPISODE_ROWS = 200, 50, 12, 10
 MOST_FILMS, MOST_MADE = 8, 100  # kept
+MOST_EPISODES = 10_000  # of an evaluation
 SORTED = {"age": "created_s", "return": "return_mean", "steps": "env_steps", "status": "status", "env": "env"}
 WRONG_S = 1.0  # before the answer to a wrong password
 PING_S = 15.0  # between two signs of life
 Page = Callable[[Request, Session | None], Response]
+Parts = dict[str, str]  # of a page that changes: name -> HTML, or JSON of a chart
 
 
 def create(client: Client, *, hosts: Sequence[str], password: str = "", controls: bool = False) -> Starlette:
@@ -78,9 +80,7 @@ class _Pages:
     def __init__(self, client: Client, sessions: Sessions, controls: bool) -> None:
         self._client, self._sessions, self._controls = client, sessions, controls
         self._feeds, self._films = Feeds(client), dict[str, bytes]()
-        self._made: dict[
-            tuple[str, str, str], tuple[Records, dict[str, str]]
-        ] = {}  # (run, axis, figure) -> parts
+        self._made = dict[tuple[str, str, str], tuple[Records, Parts]]()  # by run, axis and figure
         self._templates = Environment(
             loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
             trim_blocks=True, lstrip_blocks=True,
@@ -89,7 +89,6 @@ class _Pages:
             name: getattr(texts, name)
             for name in ("cell", "counted", "duration", "number", "percent", "score", "size")
         }
-        self._templates.filters |= {"ago": lambda at_s: texts.duration(time.time() - at_s)}
         self.reading: dict[str, Page] = {
             "/": self.runs,
             "/runs/{run}": self.run,
@@ -132,15 +131,14 @@ class _Pages:
                 return self._problem(
                     request, 403, "this form is not of a page that you have open; log in again"
                 )
-            run = request.path_params["run"]
 
-            def act() -> None:
-                output.resolve(self._client, run)
+            def act() -> str:
+                run = output.resolve(self._client, request.path_params["run"])
                 runs.note(self._client, run, "control", f"{session.name}: {change(run, form)}")
+                self._feeds.forget(run)
+                return run
 
-            await run_in_threadpool(act)
-            self._feeds.forget(run)
-            return RedirectResponse(f"/runs/{run}", 303)
+            return RedirectResponse(f"/runs/{await run_in_threadpool(act)}", 303)
 
         return answer
 
@@ -151,13 +149,8 @@ class _Pages:
             return self._page(
                 request, "login.html", None, wrong=False, to=request.query_params.get("to", "/")
             )
-        to, is_own = (
-            str(form.get("to", "/")),
-            request.headers.get("origin", "").endswith(request.headers["host"]),
-        )
-        cookie = (
-            self._sessions.open(str(form.get("name", "")), str(form.get("password", ""))) if is_own else None
-        )
+        to, given = str(form.get("to", "/")), (str(form.get("name", "")), str(form.get("password", "")))
+        cookie = self._sessions.open(*given) if is_from_here(request) else None
         if cookie is None:
             await anyio.sleep(WRONG_S)
             return self._page(request, "login.html", None, code=403, wrong=True, to=to)
@@ -227,13 +220,17 @@ class _Pages:
 
     async def events(self, request: Request) -> Response:
         """Stream the parts of a run's page that change."""
-        if self._sessions.has_password and self._sessions.of(request) is None:
-            return JSONResponse({"error": "log in"}, 401)
+
+        def may_look() -> bool:
+            return not self._sessions.has_password or self._sessions.of(request) is not None
+
+        if not may_look():
+            return Response(status_code=401)
         run, asked = request.path_params["run"], request.query_params
 
         async def stream() -> AsyncIterator[str]:
-            sent, spoken_at = dict[str, str](), time.monotonic()
-            while not await request.is_disconnected():
+            sent, spoken_at = Parts(), time.monotonic()
+            while may_look() and not await request.is_disconnected():
                 try:
                     parts = await run_in_threadpool(self._parts, run, asked)
                 except StoreError:  # it was deleted, or cannot be read
@@ -245,19 +242,14 @@ class _Pages:
                 for name, text in parts.items():
                     if sent.get(name) != text:
                         sent[name], spoken_at = text, time.monotonic()
-                        yield (
-                            f"event: {name}\n"
-                            + "".join(f"data: {line}\n" for line in text.split("\n"))
-                            + "\n"
-                        )
+                        lines = (f"data: {line}" for line in text.splitlines() or [""])
+                        yield "\n".join((f"event: {name}", *lines, "\n"))
                 if time.monotonic() - spoken_at > PING_S:
                     spoken_at = time.monotonic()
                     yield ": alive\n\n"
                 await anyio.sleep(EVERY_S)
 
-        return StreamingResponse(
-            stream(), media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
+        return StreamingResponse(stream(), media_type="text/event-stream")
 
     def logs(self, request: Request, session: Session | None) -> Response:
         """Show the newest lines of a run's log."""
@@ -299,7 +291,7 @@ class _Pages:
             "film": played,
             "tables": tables,
         }
-        has_images = film.newest(self._client, run) is not None
+        has_images = film.sees_images(runs.spaces(self._client, run))
         return self._page(request, "episodes.html", session, has_images=has_images, **values)
 
     def film(self, request: Request, _: Session | None) -> Response:
@@ -351,14 +343,13 @@ class _Pages:
             "entries": records.journal[: -JOURNAL_ROWS - 1 : -1],
         }
 
-    def _parts(self, run: str, asked: Mapping[str, str]) -> dict[str, str]:
-        """Return the parts of a run's page that change, by name: HTML, and JSON of the charts; made once for all."""
+    def _parts(self, run: str, asked: Mapping[str, str]) -> Parts:
+        """Return the parts of a run's page that change, made once for all who look."""
         over, name = self._asked(asked)
-        values = self._values(run)
-        records = values["records"]
-        of, made = self._made.get((run, over, name), (None, dict[str, str]()))
+        records = self._feeds.look(run)[1]
+        of, made = self._made.get((run, over, name), (None, Parts()))
         if of is not records:
-            module: Any = self._templates.get_template("parts.html").make_module(values)
+            module: Any = self._templates.get_template("parts.html").make_module(self._values(run))
             made = {
                 part: str(getattr(module, part)()) for part in ("head", "cells", "evaluations", "journal")
             }
@@ -399,7 +390,9 @@ class _Pages:
         )
 
     def _evaluate(self, run: str, form: Mapping[str, Any]) -> str:
-        version, num = str(form.get("version") or "best"), int(str(form.get("episodes") or 100))
+        version, episodes = str(form.get("version") or "best"), str(form.get("episodes") or 100)
+        if not (episodes.isdigit() and 0 < (num := int(episodes)) <= MOST_EPISODES):
+            raise InputError(f"episodes {episodes}: give a number from 1 to {MOST_EPISODES:,}")
 
         def play() -> None:
             try:
@@ -446,5 +439,5 @@ def _differences(client: Client, records: Records) -> list[tuple[str, Any, Any]]
         own = settings.values_of(records.config, spaces)
         usual = settings.values_of(configs.load(least, {}), spaces)
     except (ConfigError, ImportError):  # an algorithm of the user's need not be there
-        own, usual = texts.flat(records.config.model_dump(mode="json", by_alias=True)), {}
+        own, usual = configs.flat(records.config.model_dump(mode="json", by_alias=True)), {}
     return [(name, value, usual.get(name)) for name, value in own.items() if value != usual.get(name)]

@@ -14,6 +14,7 @@ from ddrl.cli.output import Client, InputError
 from ddrl.policy import LoadedPolicy
 from ddrl.runs import evaluation
 from ddrl.store import runs, stream
+from ddrl.types import EnvSpec
 
 MAX_FRAMES, MAX_WIDTH, MIN_WIDTH = 400, 480, 168
 MAX_S = 60.0  # that an episode may take to play
@@ -56,10 +57,14 @@ def play(loaded: LoadedPolicy, seed: int) -> tuple[bytes, float, int]:
         _playing.release()
 
 
+def sees_images(spaces: EnvSpec) -> bool:
+    """Return whether observations are images."""
+    return spaces.observation_dtype == "uint8" and len(spaces.observation_shape) in (2, 3)
+
+
 def newest(client: Client, run: str) -> bytes | None:
-    """Return what the first environment of the newest producer has seen last, as WebP; None if that is no image."""
-    spaces = runs.spaces(client, run)
-    if spaces.observation_dtype != "uint8" or len(spaces.observation_shape) not in (2, 3):
+    """Return what the first environment of the newest producer has seen last, as WebP; None if there is no image."""
+    if not sees_images(runs.spaces(client, run)):
         return None
     found = []
     for entry in stream.newest(client, run, FRAGMENTS):

@@ -133,6 +133,15 @@ def test_what_changes_is_sent(client: Redis, visitor: Visitor) -> None:
     assert "8,123" in again["cells"]
 
 
+def test_no_text_is_an_event(client: Redis, visitor: Visitor) -> None:
+    run = make_run(client)
+    for end_of_line in ("\r", "\n", "\r\n", "\u2028"):
+        runs.note(
+            client, run, "odd", f"x{end_of_line}event: forged{end_of_line}data: y{end_of_line}{end_of_line}"
+        )
+    assert "forged" not in dict(events(visitor, run, 7))
+
+
 def test_a_server_that_is_away_is_said(server, visitor: Visitor) -> None:
     run = make_run(server.client)
     server.kill()
@@ -189,6 +198,7 @@ def test_every_answer_forbids_what_the_page_does_not_need(client: Redis, visitor
         headers = {name.lower(): value for name, value in visitor.get(path).headers.items()}
         for name, value in access.HEADERS.items():
             assert headers[name] == value
+        assert headers["cache-control"] == ("no-cache" if path.startswith("/static") else "no-store")
     assert "unsafe" not in access.HEADERS["content-security-policy"]
 
 

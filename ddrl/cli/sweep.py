@@ -1,0 +1,379 @@
+"""`ddrl sweep`: many runs of one config, for the best values of some of its options.
+
+Optuna says what to try next; each trial is a run, so that all share the fleet, and each can be watched, compared and
+resumed like any other. What a trial has reached is reported at its evaluations; one that lags behind is stopped. The
+trials are kept in a file, from which an interrupted sweep goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from ddrl import config as configs
+from ddrl.cli import output, submit
+from ddrl.cli.format import duration, number
+from ddrl.cli.output import Client, InputError, Json, note
+from ddrl.cli.runs import change_status
+from ddrl.config import ConfigError, RunConfig, Section
+from ddrl.runs import processes as local
+from ddrl.store import evaluations
+from ddrl.store import runs as store
+from ddrl.store.runs import UnknownRunError
+
+if TYPE_CHECKING:
+    import optuna
+
+POLL_S = 0.5
+FOLDER = Path("sweeps")
+RUN, SEARCH = "run", "search"  # attributes of a trial, and of the study
+
+
+class Range(Section):
+    """Numbers from `low` to `high`, whole ones if both are whole."""
+
+    low: int | float
+    high: int | float
+    log: bool = False
+    """Try small and large orders of magnitude alike."""
+    step: int | float | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Range:
+        if not self.low < self.high or (self.log and self.low <= 0) or (self.log and self.step is not None):
+            raise ValueError(
+                f"low {self.low}, high {self.high}: low is below high, with log above 0 and without step"
+            )
+        return self
+
+
+class Study(Section):
+    """What a sweep tries."""
+
+    name: str = Field("sweep", pattern=r"^[a-z0-9][a-z0-9-]{0,29}$")
+    config: str | dict[str, Any]
+    """A preset, a YAML file, or the settings."""
+    options: dict[str, Any] = {}
+    """Settings of all trials, by dotted names."""
+    search: dict[str, Range | list[Any]] = Field(min_length=1)
+    """Option -> {low, high, log, step}, or a list of choices."""
+    trials: int = Field(16, ge=1)
+    parallel: int = Field(2, ge=1, le=256)
+    """Runs at a time."""
+    metric: Literal["return", "time"] = "return"
+    """The best evaluation's mean return, or the seconds of training until the target is confirmed."""
+    sampler: Literal["tpe", "random"] = "tpe"
+    prune: bool = True
+    """Stop a trial whose evaluation is below the median of the others at as many steps."""
+    storage: str | None = None
+    """Optuna's, such as postgresql://...; null: a file in sweeps/NAME."""
+    seed: int = 1
+
+    def base(self, options: Mapping[str, Any]) -> RunConfig:
+        """Return the config of a trial with these values.
+
+        Raises:
+            ConfigError: an option or a value cannot be used.
+        """
+        source = configs.find(self.config) if isinstance(self.config, str) else self.config
+        return configs.load(source, {**self.options, **options})
+
+
+def sweep(
+    study: Annotated[
+        Path, typer.Argument(help="YAML file: config, search, trials, parallel; see the guide.")
+    ],
+    workers: submit.Workers = None,
+    with_learner: submit.WithLearner = None,
+    json_output: Json = False,
+) -> None:
+    """Try values of a config's options, each as a run of its own; print the best, and keep it as YAML."""
+    wanted = read(study)
+    try:
+        import optuna
+    except ImportError:
+        raise InputError("ddrl sweep: optuna is not installed; pip install 'ddrl[sweep]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with output.server() as client:
+        folder = FOLDER / wanted.name
+        folder.mkdir(parents=True, exist_ok=True)
+        searched = _open(wanted, folder)
+        num_workers = submit.num_workers_here(workers)
+        learns = submit.starts_learner(with_learner, [wanted.base({})])
+        with local.Processes(folder) as processes:
+            if num_workers:
+                processes.start_workers(num_workers)
+            search = _Search(client, wanted, searched, processes if learns else None)
+            try:
+                for line in search.run():
+                    if not json_output:
+                        note(line)
+                    processes.check()
+            except KeyboardInterrupt:
+                note(f"interrupted; `ddrl sweep {study}` goes on")
+                raise
+    rows = _rows(searched)
+    best = _keep_best(wanted, searched, folder)
+    if json_output:
+        output.emit({"study": wanted.name, "trials": rows, "best": best, "folder": str(folder.resolve())})
+        return
+    names = list(wanted.search)
+    cells = [(str(row["trial"]), row["status"], row["value"], *map(_short, row["options"].values()), row["run"])
+             for row in rows]  # fmt: skip
+    output.table(
+        ("trial", "status", wanted.metric, *names, "run"), cells, left=("trial", "status", *names, "run")
+    )
+    note(
+        f"the best is in {folder / 'best.yaml'}, a plot in {folder / 'sweep.png'}"
+        if best
+        else "no trial has a result"
+    )
+
+
+def read(path: Path) -> Study:
+    """Return the study of a YAML file, each of whose values can be used.
+
+    Raises:
+        ConfigError: names the option, the value and the remedy.
+    """
+    try:
+        tree = configs.parse_yaml(path.read_text("utf-8"))
+        study = Study.model_validate({"name": path.stem.lower(), **tree} if isinstance(tree, dict) else tree)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else configs.first_line(error)
+        if isinstance(error, ValidationError):
+            item = error.errors()[0]
+            reason = f"{'.'.join(map(str, item['loc']))}: {item['msg'].removeprefix('Value error, ')}"
+        raise ConfigError(f"{path}: {reason}; see `ddrl sweep` in the guide") from None
+    from ddrl.runs import submit as submission
+
+    for option, values in study.search.items():
+        for value in (values.low, values.high) if isinstance(values, Range) else values:
+            try:
+                submission.prepare(study.base({option: value}))
+            except ConfigError as error:
+                raise ConfigError(f"{path}: search: {error}") from None
+    if study.metric == "time" and study.base({}).stop.return_ is None:
+        raise ConfigError(f"{path}: metric time: the config has no target; set stop.return")
+    return study
+
+
+def _open(wanted: Study, folder: Path) -> optuna.Study:
+    """Return the study as the storage has it, or a new one.
+
+    Raises:
+        InputError: the storage cannot be used, or has another study of this name.
+    """
+    import optuna
+
+    storage = wanted.storage or f"sqlite:///{(folder / 'trials.db').resolve()}"
+    samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
+    search = json.loads(wanted.model_dump_json(include={"config", "options", "search", "metric"}))
+    try:
+        found = optuna.create_study(
+            study_name=wanted.name,
+            storage=storage,
+            direction="maximize" if wanted.metric == "return" else "minimize",
+            sampler=samplers[wanted.sampler](seed=wanted.seed),
+            pruner=optuna.pruners.MedianPruner(n_warmup_steps=1)
+            if wanted.prune
+            else optuna.pruners.NopPruner(),
+            load_if_exists=True,
+        )
+        known = found.user_attrs.get(SEARCH)
+        if known is None:
+            found.set_user_attr(SEARCH, search)
+    except Exception as error:  # of SQLAlchemy, a driver, or Optuna
+        raise InputError(
+            f"storage {storage}: cannot be used ({configs.first_line(error)}); name another"
+        ) from None
+    if known not in (None, search):
+        raise InputError(
+            f"storage {storage}: has another study named {wanted.name}; give this one another name"
+        )
+    return found
+
+
+class _Search:
+    """Runs trials until there are enough.
+
+    Args:
+        client: connection to the server.
+        wanted: the study.
+        searched: what Optuna keeps of it.
+        processes: start the runs' learners here; None: the fleet's learn them.
+    """
+
+    def __init__(
+        self, client: Client, wanted: Study, searched: optuna.Study, processes: local.Processes | None
+    ) -> None:
+        self._client, self._wanted, self._searched, self._processes = client, wanted, searched, processes
+        self._going: dict[str, optuna.Trial] = {}
+        self._cursors: dict[str, bytes] = {}
+        self._best: dict[str, float] = {}
+        self._lagging: set[str] = set()
+
+    def run(self) -> Iterator[str]:
+        """Yield a line for each trial that begins or ends, and an empty one now and then."""
+        import optuna
+
+        for frozen in self._searched.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
+            yield self._go_on(optuna.trial.Trial(self._searched, frozen._trial_id))
+        while True:
+            begun = self._searched.get_trials(deepcopy=False)
+            for _ in range(min(self._wanted.parallel - len(self._going), self._wanted.trials - len(begun))):
+                yield self._begin()
+            if not self._going:
+                return
+            for run in list(self._going):
+                if line := self._look(run):
+                    yield line
+            time.sleep(POLL_S)
+
+    def _begin(self) -> str:
+        import optuna
+
+        trial = self._searched.ask()
+        options = {option: _suggest(trial, option, values) for option, values in self._wanted.search.items()}
+        shown = ", ".join(f"{name} {_short(value)}" for name, value in options.items())
+        try:
+            config = self._wanted.base(options).model_copy(
+                update={"name": f"{self._wanted.name}-{trial.number}"}
+            )
+            [run] = submit.create_all(self._client, config, 1, None, 0)
+        except ConfigError as error:  # values that cannot go together
+            self._searched.tell(trial, state=optuna.trial.TrialState.FAIL)
+            return f"trial {trial.number}: {shown}: {error}"
+        trial.set_user_attr(RUN, run)
+        self._follow(trial, run)
+        return f"trial {trial.number}: {run}: {shown}"
+
+    def _go_on(self, trial: optuna.Trial) -> str:
+        """Go on with a trial of an earlier command, or end it if its run is gone."""
+        import optuna
+
+        run = trial.user_attrs.get(RUN)
+        try:
+            state = store.state(self._client, run or "")
+        except UnknownRunError:
+            self._searched.tell(trial, state=optuna.trial.TrialState.FAIL)
+            return f"trial {trial.number}: its run is gone"
+        if state.status == "paused":
+            store.reactivate(self._client, state.run)
+        self._follow(trial, state.run)
+        return f"trial {trial.number}: {state.run} goes on"
+
+    def _follow(self, trial: optuna.Trial, run: str) -> None:
+        self._going[run], self._cursors[run], self._best[run] = trial, b"0-0", -math.inf
+        if self._processes and not store.state(self._client, run).ended:
+            self._processes.start_learner(run, Path("runs") / run)
+
+    def _look(self, run: str) -> str:
+        """Report the new evaluations of a run; return a line if its trial has ended."""
+        import optuna
+
+        trial, states = self._going[run], optuna.trial.TrialState
+        results, self._cursors[run] = evaluations.results(self._client, run, self._cursors[run])
+        for row in results:
+            self._best[run] = max(self._best[run], row["return_mean"])
+            if row["purpose"] == "watch" and self._wanted.metric == "return":
+                trial.report(row["return_mean"], row["env_steps"])
+        state = store.state(self._client, run)
+        if self._wanted.prune and results and not state.outcome and self._lags(trial):
+            change_status(self._client, run, "stopped")
+            self._lagging.add(run)
+        if not state.ended:
+            return ""
+        del self._going[run]
+        value = self._value(state)
+        kind = (
+            states.PRUNED if run in self._lagging else states.COMPLETE if value is not None else states.FAIL
+        )
+        self._searched.tell(trial, value if kind == states.COMPLETE else None, kind)
+        shown = "-" if value is None else duration(value) if self._wanted.metric == "time" else number(value)
+        return f"trial {trial.number}: {kind.name.lower()}, {shown} ({run}, {state.outcome})"
+
+    def _lags(self, trial: optuna.Trial) -> bool:
+        return self._wanted.metric == "return" and bool(trial.should_prune())
+
+    def _value(self, state: store.RunState) -> float | None:
+        """Return what the trial has reached, if it has a result."""
+        if self._wanted.metric == "time":
+            return state.train_s(state.ended_s) if state.outcome == "solved" else None
+        best = state.evaluation["return_mean"] if state.evaluation else self._best[state.run]
+        return float(best) if math.isfinite(best) and state.outcome != "failed" else None
+
+
+def _suggest(trial: optuna.Trial, option: str, values: Range | list[Any]) -> Any:
+    if isinstance(values, list):  # as Optuna keeps no lists
+        return json.loads(str(trial.suggest_categorical(option, [json.dumps(value) for value in values])))
+    bounds = (values.low, values.high)
+    if all(isinstance(bound, int) for bound in bounds):
+        return trial.suggest_int(option, *map(int, bounds), step=int(values.step or 1), log=values.log)
+    step = None if values.step is None else float(values.step)
+    return trial.suggest_float(option, *map(float, bounds), step=step, log=values.log)
+
+
+def _rows(searched: optuna.Study) -> list[dict[str, Any]]:
+    """Return a row for each trial, the best first."""
+    rows = []
+    for trial in searched.get_trials():
+        options = {
+            name: json.loads(value) if isinstance(value, str) else value
+            for name, value in trial.params.items()
+        }
+        row = {"trial": trial.number, "run": trial.user_attrs.get(RUN), "status": trial.state.name.lower()}
+        rows.append(row | {"value": trial.value if row["status"] == "complete" else None, "options": options})
+    sign = -1 if searched.direction.name == "MAXIMIZE" else 1
+    return sorted(rows, key=lambda row: (row["value"] is None, sign * (row["value"] or 0.0)))
+
+
+def _keep_best(wanted: Study, searched: optuna.Study, folder: Path) -> dict[str, Any] | None:
+    """Write the best config and a plot of all trials; return the best row."""
+    rows = [row for row in _rows(searched) if row["value"] is not None]
+    if not rows:
+        return None
+    best = rows[0]
+    tree = wanted.base(best["options"]).model_dump(mode="json", by_alias=True)
+    first = (
+        f"# {wanted.metric} {best['value']:.6g}: trial {best['trial']} of {wanted.name}, run {best['run']}\n"
+    )
+    (folder / "best.yaml").write_text(first + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    _plot(wanted, rows, folder / "sweep.png")
+    return best
+
+
+def _plot(wanted: Study, rows: list[dict[str, Any]], path: Path) -> None:
+    """Plot the results against each option."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(wanted.search), 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(wanted.search), sharey=True, squeeze=False)[0]
+    for axes, (option, values) in zip(panels, wanted.search.items(), strict=True):
+        found = [row["options"][option] for row in rows]
+        is_list = isinstance(values, list)
+        axes.scatter(
+            [_short(one) for one in found] if is_list else found, [row["value"] for row in rows], alpha=0.7
+        )
+        if isinstance(values, Range) and values.log:
+            axes.set_xscale("log")
+        axes.set_xlabel(option)
+        axes.grid(True, color="#e5e7eb", linewidth=0.8)
+    panels[0].set_ylabel(wanted.metric)
+    figure.savefig(path, dpi=110)
+
+
+def _short(value: Any) -> str:
+    return (
+        f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+    )

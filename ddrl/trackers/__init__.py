@@ -1,0 +1,147 @@
+"""Tools in which people keep their results: each is told of a run while it goes on, by the machine that learns.
+
+A tracker is a module of this folder with a class `Tracker`:
+
+    Tracker(records, folder)        begins, or goes on with the run that has this id
+    log(rows)                       tells it of rows: (env steps, server's time in seconds, figures by name)
+    finish(records, folder)         gives it the curve, the policy and the end, if there is one
+
+Each has a thread of its own. What fails is said once, and tried again; the learner never waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, Protocol
+
+from ddrl.config import ConfigError, RunConfig
+from ddrl.runs import artifacts, records
+from ddrl.runs.records import Records
+from ddrl.store import connection
+from ddrl.store.local_checkpoints import write_whole
+
+log = logging.getLogger(__name__)
+
+MODULES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}  # tracker -> the package that it needs
+LOG_S = 0.1  # taken for the cost of the first report
+PARTING_S = 60.0  # waited for the last report
+Row = tuple[int, float, dict[str, float]]
+
+
+class Tracker(Protocol):
+    """What a tracker does; see above."""
+
+    def log(self, rows: Iterable[Row]) -> None:
+        """Tell it of rows, oldest first."""
+
+    def finish(self, found: Records, folder: Path) -> None:
+        """Give it what the folder holds, and end."""
+
+
+def check(config: RunConfig) -> None:
+    """Refuse a tracker that is not installed here.
+
+    Raises:
+        ConfigError: names it and the remedy.
+    """
+    for name in config.tracking:
+        if importlib.util.find_spec(MODULES[name]) is None:
+            raise ConfigError(
+                f"tracking: {name} is not installed here; pip install 'ddrl[{name}]', or leave it out"
+            )
+
+
+@contextlib.contextmanager
+def following(config: RunConfig, run: str, folder: Path) -> Iterator[None]:
+    """Tell a run's trackers of it while the context lasts, and of its end after it.
+
+    Args:
+        config: the run's.
+        run: its id.
+        folder: the run's.
+    """
+    stop = Event()
+    threads = [
+        Thread(target=_follow, args=(name, run, folder, stop), name=name, daemon=True)
+        for name in config.tracking
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(PARTING_S)
+            if thread.is_alive():
+                log.warning(
+                    "%s: %s takes longer than %.0f s for its last report", run, thread.name, PARTING_S
+                )
+
+
+def _follow(name: str, run: str, folder: Path, stop: Event) -> None:
+    """Tell one tracker of a run until `stop` is set, then of all that is left."""
+    told = folder / f".told-{name}.json"  # how far, so that the next learner here goes on
+    ends: dict[str, bytes] = {}
+    with contextlib.suppress(OSError, ValueError):
+        ends = {table: end.encode() for table, end in json.loads(told.read_text()).items()}
+    tracker: list[Tracker] = []  # once it has begun
+
+    def tell() -> None:
+        nonlocal ends
+        new = records.read(client, run, ends)
+        if not new.state.first_step_s:  # from which times count
+            return
+        if not tracker:
+            tracker.append(importlib.import_module(f"ddrl.trackers.{name}").Tracker(new, folder))
+        tracker[0].log(rows(new))
+        ends = new.ends
+        write_whole(told, json.dumps({table: end.decode() for table, end in ends.items()}).encode())
+
+    def finish() -> None:
+        tell()
+        if tracker:
+            tracker[0].finish(records.read(client, run), folder)
+
+    with contextlib.closing(connection.connect()) as client:
+        said = artifacts.repeat({tell: LOG_S}, stop, f"{run}: {name} cannot be told")
+        try:
+            finish()
+        except Exception as error:  # of a library, or an outage
+            if str(error) != said:
+                log.warning("%s: %s cannot be told of the end (%s)", run, name, error)
+
+
+def rows(new: Records) -> Iterator[Row]:
+    """Yield the learner's figures and the evaluations, the latter with the 95 % interval of their mean."""
+    for row in new.figures:
+        figures = {f"learner/{name}": row[name] for name in row if name not in ("time_s", "env_steps")}
+        yield _row(new, row, figures)
+    for row in new.evaluated:
+        name = "confirmation" if row["purpose"] == "confirm" else "evaluation"
+        half = 1.96 * row["return_std"] / row["num_episodes"] ** 0.5
+        mean = row["return_mean"]
+        figures = {
+            f"return/{name}": mean,
+            f"return/{name}_low": mean - half,
+            f"return/{name}_high": mean + half,
+        }
+        yield _row(new, row, figures | {info: row[info] for info in row if info.startswith("info/")})
+
+
+def _row(new: Records, row: Mapping[str, Any], figures: Mapping[str, Any]) -> Row:
+    numbers = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
+    return int(row["env_steps"]), new.state.start_s + row["time_s"], numbers
+
+
+def results(folder: Path) -> list[Path]:
+    """Return the files of a run's folder that a tracker keeps."""
+    wanted = ("curve.png", "policy.safetensors", "config.yaml", "summary.json", "*.mp4")
+    return [path for pattern in wanted for path in sorted(folder.glob(pattern))]

@@ -1,0 +1,121 @@
+"""`ddrl sweep`: trials are runs, the best is kept, an interrupted sweep goes on; what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from redis import Redis
+from support import commands
+from support.processes import Processes
+from support.runs import target_tree
+
+from ddrl import config
+from ddrl.store import runs
+
+pytest.importorskip("optuna")
+
+SEARCH = {"algorithm.gamma": {"low": 0.3, "high": 0.6}, "algorithm.hidden_sizes": [[16], [32, 32]]}
+
+
+def study(folder: Path, **changes: Any) -> Path:
+    """Write a study of the toy; return its path."""
+    path = folder / "toy.yaml"
+    tree = {"config": target_tree(), "search": SEARCH, "trials": 2, "options": {"stop.time": "60s"}} | changes
+    path.write_text(yaml.safe_dump({name: value for name, value in tree.items() if value is not None}))
+    return path
+
+
+def sweep(processes: Processes, url: str, path: Path) -> Any:
+    done = processes.ddrl(url, "sweep", str(path), "--learner", "--workers", "1", "--json")
+    return json.loads(done.stdout)
+
+
+def test_the_best_of_some_trials(server: Any, tmp_path: Path) -> None:
+    """More trials later go on from those before."""
+    with Processes(tmp_path) as processes:
+        report = sweep(processes, server.url, study(tmp_path))
+        assert [row["status"] for row in report["trials"]] == ["complete"] * 2
+        first = {row["trial"]: row["run"] for row in report["trials"]}
+        report = sweep(processes, server.url, study(tmp_path, trials=3))
+    rows = report["trials"]
+    assert len(rows) == 3 and first.items() <= {row["trial"]: row["run"] for row in rows}.items()
+    assert [row["value"] for row in rows] == sorted((row["value"] for row in rows), reverse=True)
+    assert report["best"] == rows[0] and rows[0]["value"] > -0.6
+    for row in rows:
+        stored = runs.config(server.client, row["run"])
+        assert stored.algorithm["gamma"] == row["options"]["algorithm.gamma"]
+        assert list(stored.algorithm["hidden_sizes"]) == row["options"]["algorithm.hidden_sizes"]
+        assert runs.status(server.client, row["run"]) == "solved"
+    folder = tmp_path / "sweeps" / "toy"
+    assert config.load(folder / "best.yaml").algorithm["gamma"] == rows[0]["options"]["algorithm.gamma"]
+    assert (folder / "sweep.png").stat().st_size > 5_000
+
+
+def test_a_killed_sweep_goes_on_with_its_runs(server: Any, tmp_path: Path) -> None:
+    endless = {"stop.return": None, "stop.time": None, "stop.env_steps": 10**9}
+    path = study(tmp_path, trials=1, parallel=1, options=endless)
+    with Processes(tmp_path) as processes:
+        killed = processes.start(
+            "sweep", server.url, "-m", "ddrl", "sweep", str(path), "--learner", "--workers", "1"
+        )
+        processes.until(
+            lambda: any(runs.state(server.client, run).updates > 50 for run in runs.names(server.client))
+        )
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        [run] = runs.names(server.client)
+        before = runs.state(server.client, run).updates
+        again = processes.start(
+            "sweep", server.url, "-m", "ddrl", "sweep", str(path), "--learner", "--workers", "1"
+        )
+        processes.until(lambda: runs.state(server.client, run).updates > before)
+        runs.set_status(server.client, run, "stopped", "enough")
+        assert again.wait() == 0
+    assert runs.names(server.client) == [run] and "goes on" in again.text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"search": {"algorithm.gama": [0.9]}}, "did you mean"),
+        ({"search": {"algorithm.gamma": [0.9, 7]}}, "algorithm.gamma"),
+        ({"search": {"algorithm.gamma": {"low": 2, "high": 1}}}, "low is below high"),
+        ({"search": {"algorithm.learning_rate": {"low": 0, "high": 1, "log": True}}}, "log above 0"),
+        ({"search": {}}, "search"),
+        ({"search": None}, "search"),
+        ({"trails": 3}, "trails"),
+        ({"config": "nowhere.yaml"}, "nowhere.yaml"),
+        ({"metric": "time", "options": {"stop.return": None}}, "stop.return"),
+        ({"storage": "nosuch://x"}, "cannot be used"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused(
+    client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in commands.refused("sweep", str(study(tmp_path, **changes)))
+    assert runs.names(client) == []
+
+
+def test_another_study_of_the_name_is_refused(
+    client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    from ddrl.cli import sweep as command
+
+    wanted = command.read(study(tmp_path))
+    folder = tmp_path / "sweeps" / "toy"
+    folder.mkdir(parents=True)
+    command._open(wanted, folder)
+    other = study(tmp_path, search={"algorithm.gamma": [0.5]})
+    assert "another study named toy" in commands.refused(
+        "sweep", str(other), "--workers", "0", "--no-learner"
+    )
+    assert "cannot be read" in commands.refused(
+        "sweep", "nowhere.yaml"
+    ) or "No such file" in commands.refused("sweep", "nowhere.yaml")
