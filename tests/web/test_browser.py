@@ -37,7 +37,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
         )
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(60_000)
         page = context.new_page()
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
@@ -53,7 +53,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
 
 def until(page: Any, holds: str) -> None:
     """Wait until a JavaScript expression holds; the page's own policy forbids it to look for itself."""
-    deadline = time.monotonic() + 15.0
+    deadline = time.monotonic() + 60.0
     while not page.evaluate(holds):
         assert time.monotonic() < deadline, holds
         page.wait_for_timeout(50)
