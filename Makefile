@@ -10,7 +10,7 @@ MINUTES ?= 15
 FAILOVERS ?= 50
 COUNT ?= 100000
 PIP_ARGS ?=
-EXTRAS ?= box2d,atari,mujoco,video,tensorboard,flower,web,sweep,dev
+EXTRAS ?= box2d,atari,mujoco,video,tensorboard,flower,web,sweep,docs,dev
 
 VENV = .venv
 STAMP = $(VENV)/.set-up
@@ -33,7 +33,7 @@ help:
 	@echo 'make ha          lose the primary of a live fleet again and again; FAILOVERS=50'
 	@echo 'make mutants     does a test catch each planted bug of tests/mutants? ARGS="append trim" tries only these'
 	@echo 'make check       format, lint, types and tests: what a change must pass'
-	@echo 'make size        lines of code by folder; make docs: write docs/configuration.md anew'
+	@echo 'make size        lines of code by folder; make docs: the site, strictly; writes the generated pages'
 	@echo 'make setup       only set up $(VENV); EXTRAS=box2d,mujoco adds these to it,'
 	@echo '                 PYTHON=python3.12 picks the interpreter, PIP_ARGS="..." goes to pip'
 	@echo 'make clean       remove $(VENV), caches and builds (never runs/)'
@@ -95,6 +95,7 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mkdocs build --quiet --strict
 	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 size:
@@ -102,6 +103,7 @@ size:
 
 docs: $(STAMP)
 	@$(VENV)/bin/python docs/generate.py
+	@$(VENV)/bin/mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

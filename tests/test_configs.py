@@ -66,12 +66,13 @@ def test_durations(text: str, seconds: float) -> None:
     assert config.duration(text, "--time") == seconds
 
 
-def test_the_configuration_page_is_current() -> None:
+def test_the_generated_pages_are_current() -> None:
     specification = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert specification is not None and specification.loader is not None
     generate = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(generate)
     assert (ROOT / "docs" / "configuration.md").read_text("utf-8") == generate.page(), "run `make docs`"
+    assert (ROOT / "docs" / "commands.md").read_text("utf-8") == generate.commands(), "run `make docs`"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,9 @@ def unpinned(requirements: list[Requirement], pinned: dict[str, str]) -> set[str
         str(need)
         for need in requirements
         if not canonicalize_name(need.name).startswith(LEFT_TO_TORCH)
-        and not need.specifier.contains(pinned.get(canonicalize_name(need.name), "0.dev0"), need.specifier.prereleases or False)
+        and not need.specifier.contains(
+            pinned.get(canonicalize_name(need.name), "0.dev0"), need.specifier.prereleases or False
+        )
     }
 
 

@@ -25,7 +25,7 @@ def weights(
 ) -> None:
     """List the versions that a run keeps, show the best one, or write one to a file."""
     if action == "get":
-        export(target, None, output, force, json_output)
+        export(target, output=output, force=force, json_output=json_output)
         return
     if output or force:
         raise InputError(f"--output and --force: are for `ddrl weights get`; remove them from {action}")

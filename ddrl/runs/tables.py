@@ -45,6 +45,7 @@ class Tables:
         self._sizes: dict[str, int] = {}  # name of a file -> bytes
         self.ends: dict[str, bytes] = {}  # `Records.ends` of what they hold
         self._events: _Events | None = None
+        self._lacks_tensorboard = False
         folder.mkdir(parents=True, exist_ok=True)
         try:
             written = json.loads((folder / WRITTEN).read_text())
@@ -74,20 +75,27 @@ class Tables:
             ("evaluations", (*_EVALUATIONS, *infos), new.evaluated),
             ("journal", _JOURNAL, new.journal),
         ]
+        sizes = dict(self._sizes)  # kept once all is written: what fails half-way is written again
         for table, columns, rows in tables:
             name = f"{table}.csv"
-            self._sizes[name] = _append(self._folder / name, columns, rows, self._sizes.get(name, 0))
-        try:
-            self._events = self._events or _Events(self._folder / "tensorboard")
-        except ImportError:
-            log.info("no TensorBoard events: pip install 'ddrl[tensorboard]'")
-        else:
-            self._events.add(new)
-            self._sizes[str(self._events.path.relative_to(self._folder))] = self._events.path.stat().st_size
-        self.ends = new.ends
+            sizes[name] = _append(self._folder / name, columns, rows, sizes.get(name, 0))
+        if any(rows for _, _, rows in tables) and (events := self._open_events()):
+            events.add(new)
+            sizes[str(events.path.relative_to(self._folder))] = events.path.stat().st_size
         ends = {name: end.decode() for name, end in new.ends.items()}
-        written = {"run": self._run, "ends": ends, "bytes": self._sizes}
+        written = {"run": self._run, "ends": ends, "bytes": sizes}
         write_whole(self._folder / WRITTEN, json.dumps(written).encode())
+        self._sizes, self.ends = sizes, new.ends
+
+    def _open_events(self) -> _Events | None:
+        """Return the events file of this process; None without `ddrl[tensorboard]`."""
+        if self._events is None and not self._lacks_tensorboard:
+            try:
+                self._events = _Events(self._folder / "tensorboard")
+            except ImportError:
+                log.info("no TensorBoard events: pip install 'ddrl[tensorboard]'")
+                self._lacks_tensorboard = True
+        return self._events
 
     def close(self) -> None:
         """Close the files."""

@@ -222,6 +222,27 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_tried_again(
 
 
 @pytest.mark.usefixtures("at_once")
+def test_rows_whose_writing_fails_half_way_are_there_once(
+    client: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, written = make_run(client), tmp_path / ".written.json"
+    token = add_history(client, run)
+    with artifacts.following(run, token, tmp_path):
+        wait_until(written.exists)
+        in_the_way = tmp_path / "in the way"
+        in_the_way.mkdir()
+        (in_the_way / "x").touch()
+        written.unlink()
+        in_the_way.rename(written)  # the tables are written, and how far they go is not
+        append(client, run, 30, episode_returns=[7.0])
+        wait_until(lambda: any("tries again" in record.message for record in caplog.records))
+        wait_until(lambda: num_rows(tmp_path) == 121)
+        written.rename(in_the_way)
+        wait_until(written.is_file)
+    assert num_rows(tmp_path) == 121
+
+
+@pytest.mark.usefixtures("at_once")
 def test_history_keeps_the_beginning(client: Redis, tmp_path: Path) -> None:
     """What has left the capped streams is in the curve, and in the folder; of rows of one millisecond the first."""
     run = make_run(client)
