@@ -35,7 +35,10 @@ def test_help_lists_every_command_and_the_exit_codes() -> None:
     text = call("--help")
     for name, (_, module, short) in ddrl.cli.COMMANDS.items():
         assert f" {name} " in text
-        function = getattr(importlib.import_module(f"ddrl.cli.{module}"), "set_" if name == "set" else name)
+        function = getattr(
+            importlib.import_module(module if "." in module else f"ddrl.cli.{module}"),
+            "set_" if name == "set" else name,
+        )
         assert short.split()[:2] == function.__doc__.split()[:2], "both say what it does"
         assert call(name, "--help")
     assert "Exit codes: 0 done, 1 the run failed, 2 bad input" in text

@@ -82,6 +82,8 @@ def test_a_chart_follows_the_run(client: Redis, visitor: Visitor, open_page: Cal
     page.get_by_text("8,123").wait_for()
     runs.note(client, run, "noted", "by hand")
     page.get_by_text("by hand").wait_for()
+    page.emulate_media(color_scheme="dark")
+    until(page, "document.querySelectorAll('.chart canvas').length == 2")
     page.get_by_role("combobox", name="Over").select_option("updates")
     page.wait_for_url("**over=updates**")
     assert page.evaluate("document.querySelectorAll('.chart')[0].plot.data[0].at(-1)") > 7_000

@@ -86,7 +86,8 @@ function draw(element, chart) {
     series: series(element.dataset.kind, chart),
     hooks: { draw: [(plot) => decorate(plot, element.chart)] },
   }, chart.data, element);
-  new ResizeObserver(() => element.plot.setSize({ width: element.clientWidth, height: element.clientHeight - 34 })).observe(element);
+  element.sized ??= new ResizeObserver(() => element.plot?.setSize({ width: element.clientWidth, height: element.clientHeight - 34 }));
+  element.sized.observe(element);
 }
 
 document.querySelectorAll(".chart").forEach((element) => draw(element, JSON.parse(element.dataset.chart)));
@@ -94,4 +95,10 @@ document.body.addEventListener("htmx:sseMessage", (event) => {
   if (event.target.classList.contains("chart")) draw(event.target, JSON.parse(event.detail.data));
 });
 document.querySelectorAll("[data-submits]").forEach((input) => input.addEventListener("change", () => input.form.submit()));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  document.querySelectorAll(".chart").forEach((element) => {
+    element.plot.destroy();
+    element.plot = null;
+    draw(element, element.chart);
+  });
+});
