@@ -33,7 +33,13 @@ Monitor = Callable[[], AbstractContextManager[None]]
 SCRAPE_S = 5.0
 SETTLE_S = 1.0
 VIEWERS = 5
-PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+PAINT = """new Promise((found) => {
+  const look = () => {
+    const [entry] = performance.getEntriesByName("first-contentful-paint");
+    entry ? found(entry.startTime) : setTimeout(look, 10);
+  };
+  look();
+})"""
 WITHOUT_END = [
     "evaluation.every_s=100000",
     "evaluation.near_every_s=100000",
