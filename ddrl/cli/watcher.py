@@ -174,15 +174,16 @@ class Watcher:
         client: connection to the server.
         run: its id.
         starting_s: time that the caller's own learner and workers may take to start.
+        after: entry after which episodes are read; by default all.
 
     Raises:
         UnknownRunError: the run does not exist.
     """
 
-    def __init__(self, client: Client, run: str, *, starting_s: float = 0.0) -> None:
+    def __init__(self, client: Client, run: str, *, starting_s: float = 0.0, after: bytes = b"0-0") -> None:
         self._client, self._run = client, run
         self._figures = Figures(runs.state(client, run), runs.config(client, run))
-        self._episodes_cursor = self._evaluations_cursor = b"0-0"
+        self._episodes_cursor, self._evaluations_cursor = after, b"0-0"
         self._journal_cursor = runs.journal(client, run)[1]
         self._quiet_until = time.monotonic() + starting_s
         self._fleet_at = self._grown_at = 0.0

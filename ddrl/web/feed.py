@@ -32,8 +32,8 @@ class Feed:
     def __init__(self, client: Client, run: str) -> None:
         self._client, self._run = client, run
         self._lock = threading.Lock()
-        self._watcher = Watcher(client, run)
         self._records = records.read(client, run)
+        self._watcher = Watcher(client, run, after=self._records.ends["episodes"])
         self._looked_at = 0.0
         self._figures = self._watcher.poll()
         self.used_at = time.monotonic()
