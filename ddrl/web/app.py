@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import threading
 import time
@@ -46,6 +47,7 @@ MOST_EPISODES = 10_000  # of an evaluation
 SORTED = {"age": "created_s", "return": "return_mean", "steps": "env_steps", "status": "status", "env": "env"}
 WRONG_S = 1.0  # before the answer to a wrong password
 PING_S = 15.0  # between two signs of life
+CHART_S = 5.0  # between two drawings of a chart, which take longer than all else
 Page = Callable[[Request, Session | None], Response]
 Parts = dict[str, str]  # of a page that changes: name -> HTML, or JSON of a chart
 
@@ -80,7 +82,9 @@ class _Pages:
     def __init__(self, client: Client, sessions: Sessions, controls: bool) -> None:
         self._client, self._sessions, self._controls = client, sessions, controls
         self._feeds, self._films = Feeds(client), dict[str, bytes]()
-        self._made = dict[tuple[str, str, str], tuple[Records, Parts]]()  # by run, axis and figure
+        self._made = dict[
+            tuple[str, ...], tuple[Records, float, Any]
+        ]()  # by run, axis and figure: of what, when, parts
         self._templates = Environment(
             loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
             trim_blocks=True, lstrip_blocks=True,
@@ -347,18 +351,34 @@ class _Pages:
         """Return the parts of a run's page that change, made once for all who look."""
         over, name = self._asked(asked)
         records = self._feeds.look(run)[1]
-        of, made = self._made.get((run, over, name), (None, Parts()))
-        if of is not records:
+
+        def texts_of() -> Parts:
             module: Any = self._templates.get_template("parts.html").make_module(self._values(run))
-            made = {
+            return {
                 part: str(getattr(module, part)()) for part in ("head", "cells", "evaluations", "journal")
             }
-            made["chart"] = json.dumps(charts.of_run(records, over))
-            made["figure"] = json.dumps(charts.of_figure(records, over, name))
+
+        def chart(of: Callable[..., Any], *arguments: str) -> str:
+            return json.dumps(of(records, *arguments))
+
+        made: Parts = self._kept((run,), records, 0.0, texts_of)
+        return made | {
+            "chart": self._kept((run, over), records, CHART_S, partial(chart, charts.of_run, over)),
+            "figure": self._kept(
+                (run, over, name), records, CHART_S, partial(chart, charts.of_figure, over, name)
+            ),
+        }
+
+    def _kept(self, key: tuple[str, ...], records: Records, for_s: float, make: Callable[[], Any]) -> Any:
+        """Return what was made of these records, or less than `for_s` ago; else make it."""
+        now = time.monotonic()
+        of, made_s, made = self._made.get(key, (None, -math.inf, None))
+        if of is not records and now - made_s >= for_s:
             if len(self._made) >= MOST_MADE:
                 self._made.clear()
-            self._made[run, over, name] = records, made
-        return dict(made)
+            made = make()
+            self._made[key] = records, now, made
+        return made
 
     def _asked(self, asked: Mapping[str, str]) -> tuple[str, str]:
         """Return the axis and the figure of a page's charts."""

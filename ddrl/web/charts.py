@@ -26,11 +26,17 @@ def thin(line: Line, num: int = POINTS) -> Line:
     bounds = np.linspace(1, len(x) - 1, num - 1).astype(
         int
     )  # of the buckets between the first point and the last
+    sizes = np.diff(np.append(bounds, len(x)))
+    mean_x, mean_y = (
+        np.add.reduceat(values, bounds) / sizes for values in (x, y)
+    )  # the last bucket is the last point
     kept = [0]
-    for begin, end, after in zip(bounds, bounds[1:], [*bounds[2:], len(x)], strict=False):
-        mean_x, mean_y = x[end:after].mean(), y[end:after].mean()  # of the next bucket
+    for place, (begin, end) in enumerate(
+        zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True), start=1
+    ):
         last_x, last_y = x[kept[-1]], y[kept[-1]]
-        area = abs((last_x - mean_x) * (y[begin:end] - last_y) - (last_x - x[begin:end]) * (mean_y - last_y))
+        width, height = last_x - mean_x[place], mean_y[place] - last_y
+        area = np.abs(width * (y[begin:end] - last_y) - (last_x - x[begin:end]) * height)
         kept.append(begin + int(area.argmax()))
     kept.append(len(x) - 1)
     return x[kept], y[kept]
