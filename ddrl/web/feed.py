@@ -12,7 +12,7 @@ from ddrl.runs import records
 from ddrl.runs.records import Records
 from ddrl.store import metrics, runs
 
-EVERY_S = 1.0  # between two looks at a run, however many people watch it
+EVERY_S = 2.0  # between two looks at a run, however many people watch it
 KEPT_S = 60.0  # a run that nobody watches is forgotten
 SPARKS = 24  # points of a run's sparkline
 LISTS = ("figures", "episodes", "evaluated", "journal")

@@ -41,7 +41,7 @@ def evaluate(client: Redis, run: str, token: int, purpose: str, num: int, mean: 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_folder_has_all_that_others_need(client: Redis, tmp_path: Path) -> None:
     run, token = published(client, CARTPOLE)
-    evaluate(client, run, token, "watch", 20, 300.0)
+    evaluate(client, run, token, "watch", 200, 300.0)
     evaluate(client, run, token, "confirm", 100, 250.0)
     folder = tmp_path / "deep" / "card"
     report = commands.call_json("export", run, "--folder", str(folder))
@@ -54,7 +54,7 @@ def test_the_folder_has_all_that_others_need(client: Redis, tmp_path: Path) -> N
     _, facts, text = (folder / "README.md").read_text().split("---\n", 2)
     [model] = yaml.safe_load(facts)["model-index"]
     assert model["results"][0]["metrics"][0]["value"] == "250.00 +/- 1.00"  # the confirmation
-    assert "| 250.0 ± 1.0 | 100 | 100 | confirm |" in text and "| 300.0 ± 1.0 | 20 |" in text and run in text
+    assert "| 250.0 ± 1.0 | 100 | 100 | confirm |" in text and "| 300.0 ± 1.0 | 200 |" in text and run in text
 
 
 def test_what_is_there_is_replaced_only_by_force(client: Redis, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_a_killed_sweep_goes_on_with_its_runs(server: Any, tmp_path: Path) -> No
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         [run] = runs.names(server.client)
+        processes.until(lambda: not runs.state(server.client, run).leased)  # its learner has ended with it
         before = runs.state(server.client, run).updates
         again = processes.start(
             "sweep", server.url, "-m", "ddrl", "sweep", str(path), "--learner", "--workers", "1"

@@ -178,8 +178,8 @@ def test_what_a_killed_learner_left_half_written_is_cut_off(client: Redis, tmp_p
             append(client, run, seq, episode_returns=[float(seq)])
             wait_until(lambda num=seq + 91: num_rows(tmp_path) == num)  # type: ignore[misc]
         for path in [tmp_path / "episodes.csv", *(tmp_path / "tensorboard").iterdir()]:
-            with path.open("ab") as file:
-                file.write(b"12.5,400")
+            with path.open("ab") as file:  # rows that are whole, and half of one
+                file.write(path.read_bytes() + b"12.5,400")
         (tmp_path / "tensorboard" / "events.out.tfevents.9.unknown").write_bytes(b"x")
     artifacts.write(client, run, tmp_path)
     found = rows(tmp_path / "episodes.csv")
@@ -259,6 +259,8 @@ def test_history_keeps_the_beginning(client: Redis, tmp_path: Path) -> None:
     for rows_found, all_rows in ((found.figures, before.figures), (found.episodes, before.episodes)):
         assert (rows_found[0], rows_found[-1]) == (all_rows[0], all_rows[-1])
         assert all(row in all_rows for row in rows_found)
+        times = [row["time_s"] for row in rows_found]
+        assert times == sorted({*times}), "each once"
     append(client, run, 31, episode_returns=[9.0])
     artifacts.write(client, run, tmp_path)
     assert num_rows(tmp_path) == 122

@@ -91,6 +91,7 @@ def test_wandb_offline(client: Redis, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow(client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)  # where it keeps artifacts
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     run = tracked(client, tmp_path / "run", "mlflow")
     server = mlflow.MlflowClient()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 from collections.abc import Callable
 
@@ -105,16 +106,16 @@ def events(visitor: Visitor, run: str, wanted: int) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     name = data = ""
     while len(found) < wanted:
-        line = answer.readline().decode()
-        assert line, "the stream has ended"
-        line = line.rstrip("\n")
-        if line.startswith("event: "):
-            name, data = line[7:], ""
-        elif line.startswith("data: "):
-            data += line[6:] + "\n"
-        elif not line and name:
-            found.append((name, data))
-            name = ""
+        read = answer.readline().decode()
+        assert read, "the stream has ended"
+        for line in re.split(r"\r\n|\r|\n", read)[:-1]:  # as browsers end lines
+            if line.startswith("event: "):
+                name, data = line[7:], ""
+            elif line.startswith("data: "):
+                data += line[6:] + "\n"
+            elif not line and name:
+                found.append((name, data))
+                name = ""
     connection.close()
     return found
 
