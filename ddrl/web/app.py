@@ -434,7 +434,7 @@ def _where_time_goes(figures: Figures) -> list[str]:
         advice = (
             "more workers would help"
             if waits > 0.3
-            else "it is what limits"
+            else "the learner limits"
             if waits < 0.05
             else "well balanced"
         )
