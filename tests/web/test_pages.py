@@ -134,12 +134,13 @@ def test_what_changes_is_sent(client: Redis, visitor: Visitor) -> None:
     assert "8,123" in again["cells"]
 
 
-def test_no_text_is_an_event(client: Redis, visitor: Visitor) -> None:
+@pytest.mark.parametrize("end", ["\r", "\n", "\r\n", "\u2028"])
+def test_no_text_is_an_event(client: Redis, visitor: Visitor, end: str) -> None:
+    """Not a figure's name, which is shown as a learner writes it."""
     run = make_run(client)
-    for end_of_line in ("\r", "\n", "\r\n", "\u2028"):
-        runs.note(
-            client, run, "odd", f"x{end_of_line}event: forged{end_of_line}data: y{end_of_line}{end_of_line}"
-        )
+    name = f"x{end}event: forged{end}data: y{end}{end}"
+    metrics.add(client, run, add_history(client, run), {"env_steps": 1, "updates": 1, name: 1.0})
+    runs.note(client, run, "odd", name)
     assert "forged" not in dict(events(visitor, run, 7))
 
 
