@@ -431,13 +431,11 @@ def _where_time_goes(figures: Figures) -> list[str]:
     waits, recent = figures.row.get("learner_wait"), figures.recent
     sentences = []
     if waits is not None:
-        advice = (
-            "more workers would help"
-            if waits > 0.3
-            else "the learner limits"
-            if waits < 0.05
-            else "well balanced"
-        )
+        advice = "well balanced"
+        if waits > 0.3:
+            advice = "more workers would help"
+        elif waits < 0.05:
+            advice = "the learner limits"
         sentences.append(f"The learner waits for experience {texts.percent(waits)} of its time: {advice}.")
     if recent.played is not None:
         sentences.append(

@@ -59,5 +59,7 @@ def _bind(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
-        raise InputError(f"{host}:{port}: {error.strerror}; give another --port, or 0 for any") from None
+        raise InputError(
+            f"{host}:{port}: {error.strerror}; give another --listen or --port (0: any)"
+        ) from None
     return bound

@@ -5,17 +5,19 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
 import time
 from collections.abc import Callable
 
 import pytest
 from redis import Redis
+from support import commands
 from support.store import add_history, end, heartbeat, make_run
 from web.conftest import PASSWORD, Visitor
 
 from ddrl.runs import records
 from ddrl.store import keys, logs, metrics, runs, workers
-from ddrl.web import access, feed
+from ddrl.web import access, command, feed
 
 INJECTIONS = (
     "<script>alert(1)</script>", "</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>',
@@ -276,3 +278,14 @@ def test_a_change_by_others_is_refused(client: Redis, serve: Callable[..., Visit
 def test_the_settings_shown_are_those_that_differ(client: Redis, visitor: Visitor) -> None:
     run = make_run(client)
     assert "algorithm.gamma" not in visitor.get(f"/runs/{run}").text
+
+
+def test_a_start_that_cannot_be_is_refused(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(command.PASSWORD, raising=False)
+    assert f"set {command.PASSWORD}" in commands.refused("web", "--control")
+    assert f"set {command.PASSWORD}" in commands.refused("web", "--listen", "0.0.0.0")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "in use; give another" in commands.refused("web", "--port", str(port))
+    monkeypatch.setattr(command, "EXTRA", ("no_such_package",))
+    assert "pip install 'ddrl[web]'" in commands.refused("web")
