@@ -54,12 +54,8 @@ def _bind(host: str, port: int) -> socket.socket:
         InputError: it cannot be.
     """
     try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, number)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
     except OSError as error:
-        raise InputError(
-            f"{host}:{port}: {error.strerror}; give another --listen or --port (0: any)"
-        ) from None
-    return bound
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        raise InputError(f"{host}:{port}: {reason}; give another --listen or --port (0: any)") from None
