@@ -56,7 +56,7 @@ class Range(Section):
 
 
 class Study(Section):
-    """What a sweep tries."""
+    """A study: a config, the options to vary, and how."""
 
     name: str = Field("sweep", pattern=r"^[a-z0-9][a-z0-9-]{0,29}$")
     config: str | dict[str, Any]

@@ -36,7 +36,7 @@ Row = tuple[int, float, dict[str, float]]
 
 
 class Tracker(Protocol):
-    """What a tracker does; see above."""
+    """A run in a tracking tool; see above."""
 
     def log(self, rows: Iterable[Row]) -> None:
         """Tell it of rows, oldest first."""

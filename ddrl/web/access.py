@@ -1,4 +1,4 @@
-"""Who may see and change what: sessions behind a password, forms of this page only, headers that forbid all else."""
+"""Access to the page: sessions behind a password, forms of this page only, headers that forbid all else."""
 
 from __future__ import annotations
 

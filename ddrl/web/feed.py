@@ -1,4 +1,4 @@
-"""What the page shows of a run: read once for all who look at it."""
+"""A run's state and history, read once for all who look at its page."""
 
 from __future__ import annotations
 
