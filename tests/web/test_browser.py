@@ -23,7 +23,9 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        started = playwright.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         yield started
         started.close()
 
