@@ -72,7 +72,7 @@ class Study(Section):
     """The best evaluation's mean return, or the seconds of training until the target is confirmed."""
     sampler: Literal["tpe", "random"] = "tpe"
     prune: bool = True
-    """Stop a trial whose evaluation is below the median of the others at as many steps."""
+    """With metric return: stop a trial whose evaluation is below the median of the others at as many steps."""
     storage: str | None = None
     """Optuna's, such as postgresql://...; null: a file in sweeps/NAME."""
     seed: int = 1
@@ -114,7 +114,7 @@ def sweep(
             search = _Search(client, wanted, searched, processes if learns else None)
             try:
                 for line in search.run():
-                    if not json_output:
+                    if line and not json_output:
                         note(line)
                     processes.check()
             except KeyboardInterrupt:
@@ -222,7 +222,7 @@ class _Search:
         self._lagging: set[str] = set()
 
     def run(self) -> Iterator[str]:
-        """Yield a line for each trial that begins or ends, and an empty one now and then."""
+        """Yield a line for each trial that begins or ends, and an empty one at each look at a trial that goes on."""
         import optuna
 
         for frozen in self._searched.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
@@ -234,8 +234,7 @@ class _Search:
             if not self._going:
                 return
             for run in list(self._going):
-                if line := self._look(run):
-                    yield line
+                yield self._look(run)
             time.sleep(POLL_S)
 
     def _begin(self) -> str:
@@ -277,7 +276,7 @@ class _Search:
             self._processes.start_learner(run, Path("runs") / run)
 
     def _look(self, run: str) -> str:
-        """Report the new evaluations of a run; return a line if its trial has ended."""
+        """Report the new evaluations of a run; return a line if its trial has ended, else an empty one."""
         import optuna
 
         trial, states = self._going[run], optuna.trial.TrialState

@@ -123,6 +123,19 @@ def _preceded(older: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[d
     return [row for row in older if row["time_s"] < begin] + rows
 
 
+def learner_figures(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of one of `Records.figures`, by the names that they have in tools for curves."""
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+    return {
+        f"learner/{name}": float(numbers[name]) for name in numbers if name not in ("time_s", "env_steps")
+    }
+
+
+def evaluation_name(row: Mapping[str, Any]) -> str:
+    """Return the name of the mean return of one of `Records.evaluated` there."""
+    return "return/confirmation" if row["purpose"] == "confirm" else "return/evaluation"
+
+
 def shown(value: Any) -> str:
     """Return a setting's value as short text."""
     if isinstance(value, float):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddrl.runs.records import Records, shown
+from ddrl.runs.records import Records, evaluation_name, learner_figures, shown
 from ddrl.store.evaluations import INFO
 from ddrl.store.local_checkpoints import write_whole
 
@@ -172,14 +172,12 @@ class _Events:
             add(row, *(Summary.Value(tag=tag, simple_value=float(value)) for tag, value in numbers.items()))
 
         for row in new.figures:
-            values = {f"learner/{name}": row[name] for name in row if name not in ("time_s", "env_steps")}
-            add_numbers(row, {tag: value for tag, value in values.items() if isinstance(value, int | float)})
+            add_numbers(row, learner_figures(row))
         for row in new.episodes:
             add_numbers(row, {"return/training": row["return"]})
         for row in new.evaluated:
-            tag = "return/confirmation" if row["purpose"] == "confirm" else "return/evaluation"
             infos = {name: row[name] for name in row if name.startswith(INFO)}
-            add_numbers(row, {tag: row["return_mean"], **infos})
+            add_numbers(row, {evaluation_name(row): row["return_mean"], **infos})
         metadata = create_summary_metadata("settings", "changed during the run")
         for row in new.changes:
             text = f"{row['option']}: {shown(row['from'])} -> {shown(row['to'])}"

@@ -1,7 +1,7 @@
 """A run's history from its beginning, thinned: what the capped streams of metrics and episodes hold no more.
 
 A row is kept where the run is GROWTH further than at the row kept before it. So the rows are as close as anyone can see
-in a curve of the whole run, and their number grows with the logarithm of its length: 7,000 after 10**9 steps.
+in a curve of the whole run, and their number, a few thousand, grows with the logarithm of its length.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ class History:
         if row["time_s"] <= self._seen_s[name]:
             return False
         self._seen_s[name] = row["time_s"]
-        is_further = (
-            progress > GROWTH * reached or progress < reached
-        )  # after a return to an older checkpoint
+        # Less than before: after a return to an older checkpoint.
+        is_further = progress > GROWTH * reached or progress < reached
         if is_further:
             self._reached[name] = progress
         return is_further

@@ -23,8 +23,9 @@ from typing import Any, Protocol
 
 from ddrl.config import ConfigError, RunConfig
 from ddrl.runs import artifacts, records
-from ddrl.runs.records import Records
+from ddrl.runs.records import Records, evaluation_name, learner_figures
 from ddrl.store import connection
+from ddrl.store.evaluations import INFO
 from ddrl.store.local_checkpoints import write_whole
 
 log = logging.getLogger(__name__)
@@ -122,23 +123,16 @@ def _follow(name: str, run: str, folder: Path, stop: Event) -> None:
 def rows(new: Records) -> Iterator[Row]:
     """Yield the learner's figures and the evaluations, the latter with the 95 % interval of their mean."""
     for row in new.figures:
-        figures = {f"learner/{name}": row[name] for name in row if name not in ("time_s", "env_steps")}
-        yield _row(new, row, figures)
+        yield _row(new, row, learner_figures(row))
     for row in new.evaluated:
-        name = "confirmation" if row["purpose"] == "confirm" else "evaluation"
+        name, mean = evaluation_name(row), row["return_mean"]
         half = 1.96 * row["return_std"] / row["num_episodes"] ** 0.5
-        mean = row["return_mean"]
-        figures = {
-            f"return/{name}": mean,
-            f"return/{name}_low": mean - half,
-            f"return/{name}_high": mean + half,
-        }
-        yield _row(new, row, figures | {info: row[info] for info in row if info.startswith("info/")})
+        infos = {info: row[info] for info in row if info.startswith(INFO)}
+        yield _row(new, row, {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half, **infos})
 
 
-def _row(new: Records, row: Mapping[str, Any], figures: Mapping[str, Any]) -> Row:
-    numbers = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
-    return int(row["env_steps"]), new.state.start_s + row["time_s"], numbers
+def _row(new: Records, row: Mapping[str, Any], figures: dict[str, float]) -> Row:
+    return int(row["env_steps"]), new.state.start_s + row["time_s"], figures
 
 
 def results(folder: Path) -> list[Path]:

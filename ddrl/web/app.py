@@ -82,9 +82,8 @@ class _Pages:
     def __init__(self, client: Client, sessions: Sessions, controls: bool) -> None:
         self._client, self._sessions, self._controls = client, sessions, controls
         self._feeds, self._films = Feeds(client), dict[str, bytes]()
-        self._made = dict[
-            tuple[str, ...], tuple[Records, float, Any]
-        ]()  # by run, axis and figure: of what, when, parts
+        # By run, axis and figure: of what, when, parts.
+        self._made = dict[tuple[str, ...], tuple[Records, float, Any]]()
         self._templates = Environment(
             loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
             trim_blocks=True, lstrip_blocks=True,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ddrl.runs.curves import WINDOW
+from ddrl.runs.curves import WINDOW, trailing_mean
 from ddrl.runs.records import Records
 
 POINTS = 1_000  # of a line
@@ -23,17 +24,12 @@ def thin(line: Line, num: int = POINTS) -> Line:
     x, y = line
     if len(x) <= num:
         return line
-    bounds = np.linspace(1, len(x) - 1, num - 1).astype(
-        int
-    )  # of the buckets between the first point and the last
+    # Buckets between the first point and the last, which is a bucket of its own.
+    bounds = np.linspace(1, len(x) - 1, num - 1).astype(int)
     sizes = np.diff(np.append(bounds, len(x)))
-    mean_x, mean_y = (
-        np.add.reduceat(values, bounds) / sizes for values in (x, y)
-    )  # the last bucket is the last point
+    mean_x, mean_y = (np.add.reduceat(values, bounds) / sizes for values in (x, y))
     kept = [0]
-    for place, (begin, end) in enumerate(
-        zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True), start=1
-    ):
+    for place, (begin, end) in enumerate(pairwise(bounds.tolist()), start=1):
         last_x, last_y = x[kept[-1]], y[kept[-1]]
         width, height = last_x - mean_x[place], mean_y[place] - last_y
         area = np.abs(width * (y[begin:end] - last_y) - (last_x - x[begin:end]) * height)
@@ -44,12 +40,8 @@ def thin(line: Line, num: int = POINTS) -> Line:
 
 def returns(records: Records, over: str) -> Line:
     """Return the trailing mean of the training returns, over one of AXES."""
-    values = np.array([row["return"] for row in records.episodes], dtype=float)
-    window = max(WINDOW, len(values) // 40)
-    total = np.concatenate(([0.0], np.cumsum(values)))
-    place = np.arange(1, len(values) + 1)
-    first = np.maximum(place - window, 0)
-    mean = (total[place] - total[first]) / (place - first)
+    values = [row["return"] for row in records.episodes]
+    mean = np.array(trailing_mean(values, max(WINDOW, len(values) // 40)))
     skipped = WINDOW // 4 if len(values) > WINDOW else 0  # the mean of few episodes is noise
     return _positions(records, records.episodes, over)[skipped:], mean[skipped:]
 

@@ -34,9 +34,8 @@ class Feed:
         self._lock = threading.Lock()
         self._records = records.read(client, run)
         self._watcher = Watcher(client, run, after=self._records.ends["episodes"])
-        self._looked_at = 0.0
         self._figures = self._watcher.poll()
-        self.used_at = time.monotonic()
+        self._looked_at = self.used_at = time.monotonic()
 
     def look(self) -> tuple[Figures, Records]:
         """Return the state and the history, at most EVERY_S old; the same history as before until it is read again."""
