@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from redis import Redis
 from support import commands
-from support.processes import Processes
+from support.processes import Processes, command_of, descendants
 from support.runs import target_tree
 
 from ddrl import config
@@ -75,6 +76,10 @@ def test_a_killed_sweep_goes_on_with_its_runs(server: Any, tmp_path: Path) -> No
             "sweep", server.url, "-m", "ddrl", "sweep", str(path), "--learner", "--workers", "1"
         )
         processes.until(lambda: runs.state(server.client, run).updates > before)
+        [learner] = [pid for pid in descendants(again.pid) if f"learner {run}" in command_of(pid)]
+        os.kill(learner, signal.SIGKILL)  # another one is started, though no trial begins or ends
+        before = runs.state(server.client, run).updates
+        processes.until(lambda: runs.state(server.client, run).updates > before + 50)
         runs.set_status(server.client, run, "stopped", "enough")
         assert again.wait() == 0
     assert runs.names(server.client) == [run] and "goes on" in again.text()
