@@ -259,14 +259,19 @@ class Run:
         return from_run(_client(), self.id, self._version(version))
 
     @_checked
-    def export(self, path: str | Path = ".", version: Version = None, *, force: bool = False) -> Path:
+    def export(
+        self, path: str | Path = ".", version: Version = None, *, onnx: bool = False, force: bool = False
+    ) -> Path:
         """Write a policy to a file, which `ddrl.policy.load` reads anywhere; return the file.
 
         Args:
-            path: of the file, or a folder for RUN-vVERSION.safetensors.
+            path: of the file, or a folder for RUN-vVERSION.safetensors, or .onnx.
             version: as of `policy`.
+            onnx: write ONNX, which onnxruntime plays in any language.
             force: replace the file if there is one.
         """
+        if onnx:
+            return policies.write_onnx(self.policy(version), Path(path), force)
         return policies.write(_client(), self.id, self._version(version), Path(path), force)
 
     @_checked

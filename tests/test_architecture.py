@@ -20,7 +20,7 @@ LAYERS = (
     "codec envs networks store",
     "algorithms replay celery",
     "policy",
-    "runs",
+    "onnx runs",
     "trackers",
     "worker learner",
     "cli",

@@ -17,6 +17,7 @@ from ddrl.types import EnvSpec, SequenceShape
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from ddrl.networks.ranks import Ranks
 
@@ -60,6 +61,18 @@ class Policy(Protocol):
         """Return exploring actions [N, *A] within the bounds, and the extras [N, ...] that the learner needs.
 
         A recurrent policy updates `state["hidden"]` in place.
+        """
+
+
+class Exportable(Policy, Protocol):
+    """A policy that `ddrl export --onnx` can take."""
+
+    def module(self) -> nn.Module:
+        """Return what `act` computes, with the weights loaded, on the CPU.
+
+        Its inputs are observations [N, *I] as `trunks.to_input` gives them, and those arrays that `initial_state` has,
+        in its order. Its outputs are the actions [N, *A] of continuous ones, or of choices the scores [N, A] of which
+        the largest of each dimension is chosen, before the mask; and the new `hidden` of a recurrent one.
         """
 
 

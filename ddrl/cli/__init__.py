@@ -55,7 +55,7 @@ HIDDEN = "detached"  # command that `ddrl submit --detach` starts
 # does not import blosc2 or gymnasium. A fault of the server itself is a ServerError, not a StoreError.
 _EXPLAINED = {
     **dict.fromkeys(("InputError", "ConfigError", "EnvError", "CodecError", "WeightsError"), BAD_INPUT),
-    **dict.fromkeys(("PolicyFileError", "StoreError", "UnfitError"), BAD_INPUT),
+    **dict.fromkeys(("OnnxError", "PolicyFileError", "StoreError", "UnfitError"), BAD_INPUT),
     **dict.fromkeys(("LeaseLostError", "NotFiniteError", "ProcessError"), FAILED),
     **dict.fromkeys(("ServerError", "RedisError"), NO_SERVER),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +27,12 @@ Output = Annotated[
 Folder = Annotated[
     Path | None,
     typer.Option(help="Folder to write: policy, config, curve, video, and a card with the scores."),
+]
+Onnx = Annotated[
+    bool,
+    typer.Option(
+        "--onnx", help="Write ONNX, which onnxruntime plays in any language; TARGET may be a file too."
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 
@@ -83,27 +89,36 @@ def opened(target: str, version: str | None) -> Iterator[tuple[LoadedPolicy, Cli
 
 
 def export(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="RUN or RUN@VERSION.")] = "last",
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="RUN or RUN@VERSION; with --onnx also a file.")
+    ] = "last",
     version: Version = None,
     output: Output = None,
     folder: Folder = None,
+    onnx: Onnx = False,
     force: Force = False,
     json_output: Json = False,
 ) -> None:
-    """Write a policy to one file that plays anywhere, without server or run folder; or a folder to share."""
-    if folder is not None and output is not None:
-        raise InputError(f"--folder {folder}: not together with --output {output}; give one of them")
-    with _chosen(target, version) as (client, run, number):
-        if folder is None:
-            path = write(client, run, number, output or Path(), force)
-        else:
-            from ddrl.cli import model_card
+    """Write a policy to one file that plays anywhere, without server and run folder; or a folder to share."""
+    if folder is not None and (output is not None or onnx):
+        other = "--onnx" if onnx else f"--output {output}"
+        raise InputError(f"--folder {folder}: not together with {other}; give one of them")
+    if onnx:
+        with opened(target, version) as (loaded, _):
+            run, number = loaded.run, loaded.version
+            path = write_onnx(loaded, output or Path(), force)
+    else:
+        with _chosen(target, version) as (client, run, number):
+            if folder is None:
+                path = write(client, run, number, output or Path(), force)
+            else:
+                from ddrl.cli import model_card
 
-            model_card.write(client, run, number, folder, force=force)
-            path = folder / model_card.POLICY
+                model_card.write(client, run, number, folder, force=force)
+                path = folder / model_card.POLICY
     report = {"run": run, "version": number, "path": str(path), "bytes": path.stat().st_size}
-    text = f"wrote version {number} of {run} to {path}; score it with `ddrl evaluate {path}`"
-    answer(report, text, json_output=json_output)
+    then = "" if onnx else f"; score it with `ddrl evaluate {path}`"
+    answer(report, f"wrote version {number} of {run} to {path}{then}", json_output=json_output)
 
 
 def write(client: Client, run: str, version: int, path: Path, force: bool) -> Path:
@@ -115,12 +130,30 @@ def write(client: Client, run: str, version: int, path: Path, force: bool) -> Pa
     """
     from ddrl import policy
 
+    return _write(
+        path, f"{run}-v{version}{SUFFIX}", force, lambda file: policy.save(client, run, version, file)
+    )
+
+
+def write_onnx(loaded: LoadedPolicy, path: Path, force: bool) -> Path:
+    """Write a policy as ONNX to a file, or into a folder; return the file.
+
+    Raises:
+        InputError: as of `write`.
+        OnnxError: it cannot be exported.
+    """
+    from ddrl import onnx
+
+    return _write(path, f"{loaded.run}-v{loaded.version}.onnx", force, lambda file: onnx.save(loaded, file))
+
+
+def _write(path: Path, name: str, force: bool, save: Callable[[Path], None]) -> Path:
     if os.path.isdir(path):
-        path = path / f"{run}-v{version}{SUFFIX}"
+        path = path / name
     if os.path.exists(path) and not force:
         raise InputError(f"{path}: exists already; name another file with --output, or add --force")
     try:
-        policy.save(client, run, version, path)
+        save(path)
     except OSError as error:
         reason = f"cannot be written ({error.strerror}); name another with --output"
         raise InputError(f"{path}: {reason}") from None

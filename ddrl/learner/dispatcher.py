@@ -56,8 +56,8 @@ class Dispatcher:
         self._survey_at = self._claim_at = 0.0
         self._surveyed_at = self._trusted_at = time.monotonic()
         self._suspects: frozenset[str] = frozenset()
-        self._process_s: float | None = None
-        self._mean_processes, self._processes = 0.0, 0.0
+        self._spent_s: tuple[float, float] | None = None
+        self._mean_processes, self._useful_processes, self._processes = 0.0, 0.0, 0.0
         self._admitted = 0  # fragments, at the last survey
 
     def tick(self, admitted: int = 0) -> int:
@@ -123,22 +123,29 @@ class Dispatcher:
         if elapsed_s > OUTAGE_S:
             self._trusted_at = now + 2 * workers.TTL_S
         self._survey_at, self._surveyed_at = now + SURVEY_S, now
-        self._report_processes(state.process_s, elapsed_s, processes)
+        self._report_processes(state, elapsed_s, processes)
         if now >= self._trusted_at:
             self._find_lost(fleet)
         if admitted == self._admitted:
             self._quarantine(state)
         self._admitted = admitted
 
-    def _report_processes(self, process_s: float, elapsed_s: float, processes: int) -> None:
-        """Report how many processes played the run, as a mean over about MEAN_S, and how many producers it may have."""
-        if self._process_s is not None and elapsed_s > 0:
-            kept = math.exp(-elapsed_s / MEAN_S)
-            present = min(max(0.0, process_s - self._process_s) / elapsed_s, max(1, processes))
+    def _report_processes(self, state: RunState, elapsed_s: float, processes: int) -> None:
+        """Report how many processes played the run, as means over about MEAN_S, and how many producers it may have."""
+        waited_s = state.allowance_wait_s + state.room_wait_s
+        spent_s = state.process_s, state.process_s - waited_s
+        if self._spent_s is not None and elapsed_s > 0:
+            kept, most = math.exp(-elapsed_s / MEAN_S), max(1, processes)
+            present, useful = (
+                min(max(0.0, now - before) / elapsed_s, most)
+                for now, before in zip(spent_s, self._spent_s, strict=True)
+            )
             self._mean_processes = kept * self._mean_processes + (1 - kept) * present
-        self._process_s = process_s
+            self._useful_processes = kept * self._useful_processes + (1 - kept) * useful
+        self._spent_s = spent_s
         fields = {
             "mean_processes": f"{self._mean_processes:.4f}",
+            "useful_processes": f"{self._useful_processes:.4f}",
             "processes": processes,
             "max_producers": min(ledger.MIN_PRODUCERS + 4 * processes, ledger.MAX_PRODUCERS),
         }

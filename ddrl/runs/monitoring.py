@@ -117,10 +117,12 @@ class LearnerMetrics:
         """Yield all metrics, or only `ddrl_server_up` if the server does not answer."""
         run, is_up, found = _run, True, []
         try:
-            self._client.ping()
+            wanted = sum(load.wanted_processes for load in segments.active(self._client))
+            text = "Processes for which a fleet should have room, for all runs of the server."
+            found = [_family("ddrl_processes_wanted", text, ({}, wanted))]
             if run is not None:
                 with contextlib.suppress(connection.StoreError):  # the run was deleted meanwhile
-                    found = list(self._of_run(run))
+                    found += self._of_run(run)
         except connection.OUTAGES:
             is_up = False
         yield _family("ddrl_server_up", "1 if the learner's server answers.", ({}, is_up))

@@ -42,7 +42,17 @@ SPARE_PRODUCERS = 1_000  # ids not given again: the lost server may have given t
 MOST_BYTES = 2**50  # that a restored run takes for appended: a worker may have written any number
 _NOT_RESTORED = {  # fields of the state that hold for one server only
     *("checkpoint", "fence", "allowance", "allowance_id", "players", "claim", "claim_until_ms"),
-    *("virtual_ms", "away_ms", "mean_processes", "processes", "handover", "evaluation", "host", "folder"),
+    *(
+        "virtual_ms",
+        "away_ms",
+        "mean_processes",
+        "useful_processes",
+        "processes",
+        "handover",
+        "evaluation",
+        "host",
+        "folder",
+    ),
 }
 
 

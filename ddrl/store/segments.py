@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ from ddrl.store.untrusted import Count, Name, number, short_text
 
 DRAIN_S = 60  # after which a node that was leaving is forgotten
 REASON_LENGTH = 500
+USEFUL_SHARE = 0.75  # of its time that a process shall play; more processes would only wait
 LEVELS = {"high": 0, "normal": 1, "low": 2}
 """Priorities of runs: the lower level plays first."""
 
@@ -81,6 +83,8 @@ class RunLoad:
         wants: more processes are of use now: it has a learner, weights, and steps left.
         virtual_ms: process time charged, divided by weight: the run with the least plays next.
         mean_processes: that played it, mean of the last half minute.
+        wanted_processes: for which the fleet should have room; 0 without a learner. Those that play get more until they
+            wait for their learner, or for room, a quarter of their time.
         limit_s: after which a task that plays it is ended.
     """
 
@@ -92,10 +96,14 @@ class RunLoad:
     wants: bool
     virtual_ms: float
     mean_processes: float
+    wanted_processes: int
     limit_s: float
 
 
-_LOAD_FIELDS = ("status", "weight", "priority", "queue", "allowance", "version", "mean_processes", "limit_ms")
+_LOAD_FIELDS = (
+    *("status", "weight", "priority", "queue", "allowance", "version", "limit_ms"),
+    *("mean_processes", "useful_processes"),
+)
 _LOAD_COUNTS = ("process_ms", "appended_steps", "virtual_ms")
 
 
@@ -114,6 +122,7 @@ def active(client: Redis) -> list[RunLoad]:
         process_ms, steps, virtual_ms = map(number, counts)
         if field["status"] != b"active":
             continue
+        useful = float(field["useful_processes"] or 0.0)
         has_steps = int(field["allowance"] or 0) > steps
         found.append(
             RunLoad(
@@ -125,6 +134,7 @@ def active(client: Redis) -> list[RunLoad]:
                 wants=bool(leased) and has_steps and int(field["version"] or -1) >= 0,
                 virtual_ms=virtual_ms,
                 mean_processes=float(field["mean_processes"] or 0.0),
+                wanted_processes=math.ceil(max(1.0, useful / USEFUL_SHARE)) if leased else 0,
                 limit_s=int(field["limit_ms"] or 0) / 1e3,
             )
         )

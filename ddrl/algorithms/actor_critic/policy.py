@@ -9,7 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -17,6 +17,11 @@ from ddrl.algorithms.actor_critic.options import OBSERVATION_CLIP, Options, num_
 from ddrl.algorithms.base import NO_STATE, RecurrentState, best_choices, check_shapes, check_state
 from ddrl.networks.numpy_mlp import ACTIVATIONS, Layer, forward
 from ddrl.types import EnvSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ddrl.networks.recurrent import RecurrentCore
 
 
 class Policy:
@@ -64,6 +69,20 @@ class Policy:
             ValueError: no state for a recurrent network, or that of another number of environments.
         """
         return self._to_environment(self._choose(self._parameters(observation, state, by_row=True)))
+
+    def module(self) -> nn.Module:
+        """Return what gives the actions, or the logits of choices; see `base.Exportable`."""
+        from torch import nn
+
+        from ddrl.networks.exported import Bounded, Normalized, Recurrent
+
+        before, core, after = self._network.parts()
+        if len(self._mean):
+            before = nn.Sequential(Normalized(self._mean, self._std, OBSERVATION_CLIP), before)
+        if self._is_continuous:
+            bounded = Bounded(self._low, self._high, self._spec.action_shape, squash=False)
+            after = nn.Sequential(after, bounded)
+        return nn.Sequential(before, after) if core is None else Recurrent(before, core, after)
 
     def explore(
         self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
@@ -128,7 +147,7 @@ class _NumpyActor:
     """An MLP actor."""
 
     def __init__(self, config: Options, spec: EnvSpec) -> None:
-        self._activation = ACTIVATIONS[config.activation]
+        self._activation = config.activation
         self._names = [*(f"actor.layers.{i}" for i in range(len(config.hidden_sizes))), "policy_head"]
         sizes = (*spec.input_shape, *config.hidden_sizes, num_policy_parameters(spec))
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -143,10 +162,18 @@ class _NumpyActor:
             (np.ascontiguousarray(arrays[f"{name}.weight"].T), arrays[f"{name}.bias"]) for name in self._names
         ]
 
+    def parts(self) -> tuple[nn.Module, RecurrentCore | None, nn.Module]:
+        """Return the same as torch modules: what is before a recurrent core, that if there is one, and the rest."""
+        from torch import nn
+
+        from ddrl.networks.exported import mlp
+
+        return mlp(self._layers, self._activation), None, nn.Identity()
+
     def forward(self, x: np.ndarray, state: RecurrentState, *, by_row: bool) -> np.ndarray:
         """[N, *O] -> [N, P] policy parameters; each row by itself if `by_row`."""
         x = x / np.float32(255.0) if x.dtype == np.uint8 else np.asarray(x, np.float32)  # as trunks.to_input
-        return forward(self._layers, x, activation=self._activation, by_row=by_row)
+        return forward(self._layers, x, activation=ACTIVATIONS[self._activation], by_row=by_row)
 
 
 class _TorchActor:
@@ -170,6 +197,9 @@ class _TorchActor:
         from ddrl.networks.parameters import load_arrays
 
         load_arrays(self._module, arrays)
+
+    def parts(self) -> tuple[nn.Module, RecurrentCore | None, nn.Module]:
+        return self._trunk, self._core, self._head
 
     def forward(self, x: np.ndarray, state: RecurrentState, *, by_row: bool) -> np.ndarray:
         from ddrl.networks.trunks import evaluate

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddrl.algorithms.base import NO_STATE, RecurrentState
 from ddrl.algorithms.discrete_sac.config import Config
@@ -22,12 +22,11 @@ class Policy:
     evaluation_epsilon = 0.0
 
     def __init__(self, config: Config, spec: EnvSpec, *, producer: int = 0) -> None:
-        self._config, self._spec = config, spec
-        is_sqn = config.form == "sqn"
-        self._networks = [config.make_network(spec) for _ in range(config.num_critics if is_sqn else 1)]
-        self._module: nn.Module = nn.ModuleList(self._networks) if is_sqn else self._networks[0]
+        self._spec, self._is_sqn = spec, config.form == "sqn"
+        networks = [config.make_network(spec) for _ in range(config.num_critics if self._is_sqn else 1)]
+        self._module = _Critics(networks, average=config.average_critics) if self._is_sqn else networks[0]
         self._module.eval().requires_grad_(False)
-        self._temperature = 1.0
+        self._temperature = 1.0  # of sqn's draws
 
     def load(self, weights: Mapping[str, Any]) -> None:
         """Load published weights: CPU tensors or arrays.
@@ -38,7 +37,8 @@ class Policy:
         arrays = {name: np.asarray(value).copy() for name, value in weights.items()}
         log_temperature = take_scalar(arrays, "log_temperature")
         load_arrays(self._module, arrays)
-        self._temperature = float(np.exp(log_temperature))
+        if self._is_sqn:
+            self._temperature = float(np.exp(log_temperature))
 
     def initial_state(self, num_envs: int) -> RecurrentState:
         """Return {}: there is no recurrent state."""
@@ -58,15 +58,27 @@ class Policy:
         noise = -np.log(generator.standard_exponential(logits.shape, np.float32) + np.float32(1e-38))
         return (logits + noise).argmax(axis=1), {}
 
+    def module(self) -> nn.Module:
+        """Return what gives the logits; see `base.Exportable`."""
+        return self._module
+
     @torch.inference_mode()
     def _logits(self, observation: np.ndarray) -> np.ndarray:
         """[N, *I] -> [N, A], of allowed actions."""
         # A copy, for kernels round differently by the strides and the place of a row.
         seen = to_input(torch.from_numpy(np.array(observation, order="C")))
-        outputs = torch.stack([network(seen) for network in self._networks])
-        if self._config.form == "sac":
-            logits = outputs[0]
-        else:
-            q = outputs.mean(dim=0) if self._config.average_critics else outputs.amin(dim=0)
-            logits = q / self._temperature
+        logits = self._module(seen) / self._temperature
         return cast(np.ndarray, self._spec.only_allowed(logits.numpy(), observation))
+
+
+class _Critics(nn.ModuleList):
+    """The critics of sqn as one network of action values."""
+
+    def __init__(self, networks: Sequence[nn.Module], *, average: bool) -> None:
+        super().__init__(networks)
+        self._average = average
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, *I] -> [N, A]: their mean, or the least."""
+        outputs = torch.stack([network(x) for network in self])
+        return outputs.mean(dim=0) if self._average else outputs.amin(dim=0)

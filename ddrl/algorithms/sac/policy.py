@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from ddrl.algorithms.base import NO_STATE, RecurrentState, check_shapes
 from ddrl.algorithms.sac.config import LOG_STD_MAX, LOG_STD_MIN, Config
 from ddrl.networks.numpy_mlp import ACTIVATIONS, Layer, forward
 from ddrl.types import EnvSpec
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Actor:
@@ -45,6 +48,17 @@ class Actor:
         """[N, F] -> [N, outputs_per_action * A]; each row by itself if `by_row`."""
         rows = np.asarray(observation, np.float32).reshape(len(observation), self._num_inputs)
         return forward(self._layers, rows, activation=ACTIVATIONS["relu"], by_row=by_row)
+
+    def module(self) -> nn.Module:
+        """Return the network of the actions, without their deviations: [N, F] -> [N, *A] within the bounds."""
+        from torch import nn
+
+        from ddrl.networks.exported import Bounded, mlp
+
+        *hidden, (weight, bias) = self._layers
+        num = len(self._low)
+        bounded = Bounded(self._low, self._high, self._action_shape, squash=True)
+        return nn.Sequential(mlp([*hidden, (weight[:, :num], bias[:num])], "relu"), bounded)
 
     def to_environment(self, action: np.ndarray) -> np.ndarray:
         """[N, A] in [-1, 1] -> [N, *A] within the bounds."""
@@ -93,6 +107,13 @@ class Policy:
         """Return the mode: [N, *O] -> [N, *A] float32, within the environment's bounds."""
         mean, _ = self._parameters(observation, by_row=True)
         return self._actor.to_environment(np.tanh(np.ascontiguousarray(mean)))
+
+    def module(self) -> nn.Module:
+        """Return what `act` computes; see `base.Exportable`."""
+        from torch import nn
+
+        actor = self._actor.module()
+        return actor if self._trunk is None else nn.Sequential(self._trunk, actor)
 
     def explore(
         self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE

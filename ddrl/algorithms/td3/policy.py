@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from ddrl.algorithms.base import NO_STATE, RecurrentState
 from ddrl.algorithms.sac.policy import Actor
 from ddrl.algorithms.td3.config import Config
 from ddrl.types import EnvSpec
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Policy:
@@ -38,6 +41,10 @@ class Policy:
     def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
         """Return the actions: [N, O] -> [N, *A] float32, within the environment's bounds."""
         return self._actor.to_environment(np.tanh(self._actor.forward(observation, by_row=True)))
+
+    def module(self) -> nn.Module:
+        """Return what `act` computes; see `base.Exportable`."""
+        return self._actor.module()
 
     def explore(
         self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE

@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from ddrl.algorithms.base import NO_STATE, RecurrentState, check_state, initial_state, random_choices
 from ddrl.algorithms.value_learning.options import GreedyConfig
 from ddrl.networks.parameters import load_arrays, take_scalar
+from ddrl.networks.q_network import QNetwork
 from ddrl.networks.trunks import to_input
 from ddrl.types import EnvSpec
 
@@ -65,6 +67,11 @@ class Policy:
         """
         self._network.disable_noise()
         return cast(np.ndarray, self.values(observation, state, by_row=True).argmax(axis=1))
+
+    def module(self) -> nn.Module:
+        """Return what gives the values, noisy layers by their means; see `base.Exportable`."""
+        self._network.disable_noise()
+        return _Values(self._network)
 
     def explore(
         self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
@@ -136,6 +143,22 @@ class Policy:
         output, hidden = self._network.sequence(seen[None], action[None], reward[None], before)
         state["hidden"][rows] = hidden.numpy()
         return output[0].numpy()
+
+
+class _Values(nn.Module):
+    """Action values of observations, as a module; of a recurrent network with the state's arrays and the new hidden."""
+
+    def __init__(self, network: QNetwork) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, *state: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """[N, *I] -> [N, A]; state: hidden [N, H], previous_action [N], previous_reward [N]."""
+        if not state:
+            return self.network.expected(self.network(x))
+        hidden, action, reward = state
+        output, hidden = self.network.sequence(x[None], action[None], reward[None], hidden)
+        return self.network.expected(output[0]), hidden
 
 
 def ladder(config: GreedyConfig, *, producer: int, num_envs: int) -> np.ndarray:

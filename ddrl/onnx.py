@@ -1,0 +1,216 @@
+"""A policy as an ONNX file, which plays without ddrl and torch, in any language that has onnxruntime.
+
+The graph scales and normalizes observations, honours masks, and returns actions in the environment's unit. The first
+axis of all is N, any number of environments. Inputs: `observation` [N, *I], as the environment of
+`LoadedPolicy.make_env` gives it, of several frames the newest, oldest first; of a recurrent policy also the arrays of
+`RecurrentState`. Outputs: `action` [N, *A]; of choices `scores` [N, A], dimension after dimension, of which the largest
+are the action; of a recurrent policy `new_hidden` [N, H].
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddrl.algorithms.base import Exportable, advance
+from ddrl.config import first_line
+from ddrl.networks.trunks import to_input
+from ddrl.policy import LoadedPolicy
+from ddrl.store.local_checkpoints import write_whole
+from ddrl.types import EnvSpec
+
+TOLERANCE = 1e-5  # of scores and actions, of their size where that is more than 1
+_EXAMPLES, _STEPS = 3, 4  # environments and steps by which a file is compared with the policy
+
+
+class OnnxError(ValueError):
+    """A policy that cannot be exported, or a package that is missing; one line with the remedy."""
+
+
+class _Graph(nn.Module):
+    """A policy's module between what the file takes and what it returns."""
+
+    def __init__(self, module: nn.Module, spec: EnvSpec) -> None:
+        super().__init__()
+        self.policy, self._spec = module, spec
+
+    def forward(self, observation: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        seen = to_input(observation)
+        result = self.policy(seen, *state)
+        output, *hidden = result if state else (result,)
+        if self._spec.action_kind == "continuous":
+            return (output, *hidden)
+        scores = self._spec.only_allowed(output, seen)
+        parts = scores.split_with_sizes(list(self._spec.action_sizes), dim=1)
+        action = torch.stack([part.argmax(dim=1) for part in parts], dim=1)
+        return (action.reshape(-1, *self._spec.action_shape), scores, *hidden)
+
+
+def save(loaded: LoadedPolicy, path: Path) -> None:
+    """Write a policy to an ONNX file, whole or not at all, after it was compared with the policy in onnxruntime.
+
+    Its metadata holds run, version, and the config and the spaces as JSON.
+
+    Raises:
+        OnnxError: a package is missing, or the policy cannot be exported: which layer, and why.
+        OSError: the file cannot be written.
+    """
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401  # torch's exporter needs it
+    except ImportError as error:
+        raise OnnxError(f"onnx: {error.name} is not installed; pip install 'ddrl[onnx]'") from None
+    module = getattr(loaded.policy, "module", None)
+    if module is None:
+        name = loaded.config.algorithm["name"]
+        raise OnnxError(
+            f"{name}: its Policy has no module, so it cannot be exported; add it as the guide shows"
+        )
+    graph = _Graph(cast(Exportable, loaded.policy).module(), loaded.spaces).eval()
+    state = loaded.policy.initial_state(_EXAMPLES)
+    data = _exported(
+        graph, [_observations(loaded.spaces, 0), *state.values()], ["observation", *state], loaded
+    )
+    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    if (found := difference(loaded, session)) > TOLERANCE:
+        reason = f"in onnxruntime it differs by {found:.1e}, more than {TOLERANCE:g}"
+        raise OnnxError(f"{loaded.run}@{loaded.version}: {reason}; nothing was written")
+    write_whole(path, data)
+
+
+def difference(loaded: LoadedPolicy, session: Any, *, seed: int = 0) -> float:
+    """Return by how much an ONNX session differs from the policy, relative where numbers are larger than 1.
+
+    Both play a few steps of random observations. Compared are all numbers; of choices also by how much the score of
+    the policy's action is below the largest.
+    """
+    policy, spec, worst = loaded.policy, loaded.spaces, 0.0
+    graph = _Graph(cast(Exportable, policy).module(), spec).eval()
+    state = policy.initial_state(_EXAMPLES)
+    for step in range(_STEPS):
+        observation = _observations(spec, seed + step)
+        inputs = [observation, *(array.copy() for array in state.values())]
+        found = session.run(None, dict(zip(["observation", *state], inputs, strict=True)))
+        with torch.inference_mode():
+            expected = [output.numpy() for output in graph(*map(torch.from_numpy, inputs))]
+        action = policy.act(observation, state)
+        pairs = list(zip(found, expected, strict=True))
+        if state:
+            pairs.append((found[-1], state["hidden"]))
+        if spec.action_kind == "continuous":
+            pairs.append((found[0], action))
+        else:
+            choices = action.reshape(_EXAMPLES, -1).T
+            parts = np.split(found[1], np.cumsum(spec.action_sizes)[:-1], axis=1)
+            pairs[0] = (  # how far the policy's choices are from the best scores
+                np.stack([part.max(axis=1) for part in parts]),
+                np.stack([part[range(_EXAMPLES), one] for part, one in zip(parts, choices, strict=True)]),
+            )
+        for a, b in pairs:
+            worst = max(worst, float((abs(a - b) / np.maximum(1.0, abs(b))).max()))
+        advance(state, action, np.full(_EXAMPLES, 0.5, np.float32), np.zeros(_EXAMPLES, bool))
+    return worst
+
+
+def _observations(spec: EnvSpec, seed: int) -> np.ndarray:
+    """Return random observations [_EXAMPLES, *I], whose masks allow some choices of each dimension."""
+    generator, shape = np.random.default_rng(seed), (_EXAMPLES, *spec.input_shape)
+    if spec.observation_dtype == "uint8":
+        return generator.integers(256, size=shape, dtype=np.uint8)
+    seen = generator.standard_normal(shape, np.float32)
+    if spec.has_mask:
+        start = -spec.num_masked
+        for size in spec.action_sizes:
+            mask = generator.random((_EXAMPLES, size)) < 0.5
+            mask[:, generator.integers(size)] = True
+            seen[:, start : (start + size) or None] = mask
+            start += size
+    return seen
+
+
+def _exported(
+    graph: nn.Module, arrays: Sequence[np.ndarray], names: Sequence[str], loaded: LoadedPolicy
+) -> bytes:
+    """Return the file's bytes.
+
+    Raises:
+        OnnxError: a layer cannot be exported.
+    """
+    inputs = tuple(map(torch.from_numpy, arrays))
+    outputs = ["action"] if loaded.spaces.action_kind == "continuous" else ["action", "scores"]
+    size = {0: torch.export.Dim("num_envs")}
+    sizes: tuple[Any, ...] = (size,)
+    if len(inputs) > 1:
+        outputs, sizes = [*outputs, "new_hidden"], (size, (size,) * (len(inputs) - 1))
+    try:
+        program = _convert(graph, inputs, input_names=names, output_names=outputs, dynamic_shapes=sizes)
+    except Exception as error:  # whatever the exporter raises
+        layer, reason = _culprit(graph, inputs) or ("policy", error)
+        raise OnnxError(
+            f"{layer}: cannot be exported to ONNX ({_cause(reason)}); use another layer"
+        ) from None
+    program.model.metadata_props.update(
+        {
+            "run": loaded.run,
+            "version": str(loaded.version),
+            "config": loaded.config.model_dump_json(by_alias=True),
+            "spaces": json.dumps(asdict(loaded.spaces)),
+        }
+    )
+    return cast(bytes, program.model_proto.SerializeToString())
+
+
+def _convert(module: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> Any:
+    """Return torch's ONNX program of a module."""
+    with warnings.catch_warnings(), _quiet("torch.onnx", "torch.export", "onnxscript"):
+        warnings.simplefilter("ignore")
+        return torch.onnx.export(module, inputs, dynamo=True, verbose=False, **options)
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)
+
+
+def _culprit(graph: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[str, Exception] | None:
+    """Return the innermost module that cannot be exported by itself, by name and type, and why."""
+    seen: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda module, args, name=name: seen.update({name: (module, args)}))
+        for name, module in graph.named_modules()
+    ]
+    with torch.inference_mode():
+        graph(*inputs)
+    for hook in hooks:
+        hook.remove()
+    for name, (module, args) in sorted(seen.items(), key=lambda item: -item[0].count(".")):
+        try:
+            _convert(module, args)
+        except Exception as error:
+            return f"{name.removeprefix('policy.')} ({type(module).__name__})", error
+    return None
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Keep the exporter's messages back; what it cannot do it raises."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
