@@ -2,12 +2,14 @@
 
     python benchmarks/monitoring.py flower      # Flower, task events and Prometheus' scrapes
     python benchmarks/monitoring.py page        # `ddrl web` with five viewers of the run
+    python benchmarks/monitoring.py live        # the folder and the history of a run that goes on, and MLflow
     python benchmarks/monitoring.py paint       # time until a browser shows a long run, and many runs
 
 `configs/lunar.yaml` as shipped, without its evaluations: a learner on one core and a rollout process on another,
 at the pace of the run. In monitored rounds task events are on, Flower (on the learner's core) follows them, and the
 metrics of learner and worker are read every 5 s, as in `workers/prometheus.yml`; or the page (on the learner's core)
-streams to its viewers. In the others Flower or the page is stopped, and nothing is sent or read. Rounds alternate; the
+streams to its viewers. In the others Flower or the page is stopped, and nothing is sent or read. For `live`, each round
+has a learner of its own, with or without the threads that write. Rounds alternate; the
 loss of environment steps and of updates is the median over pairs of adjacent rounds.
 """
 
@@ -25,6 +27,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 
 from machine import CONFIG, child, cores, fresh_home, heading, server
 
@@ -40,6 +43,14 @@ PAINT = """new Promise((found) => {
   };
   look();
 })"""
+SILENT = """
+import contextlib, sys
+from ddrl import trackers
+from ddrl.cli import main
+from ddrl.runs import artifacts
+artifacts.following = trackers.following = lambda *_: contextlib.nullcontext()
+sys.exit(main(sys.argv[1:]))
+"""
 WITHOUT_END = [
     "evaluation.every_s=100000",
     "evaluation.near_every_s=100000",
@@ -111,8 +122,8 @@ def flower(environment: dict[str, str], core: int, scraped: list[int], run: str)
 @contextmanager
 def page(environment: dict[str, str], core: int, scraped: list[int], run: str) -> Iterator[Monitor]:
     """Start the page; yield what lets VIEWERS follow the run while a context lasts."""
-    port = free_port()
-    with child(["-m", "ddrl", "web", "--port", str(port)], environment, core):
+    port, spent = free_port(), [0.0, 0.0]  # seconds of the processor, and of rounds
+    with child(["-m", "ddrl", "web", "--port", str(port)], environment, core) as process:
         wait_for(f"http://127.0.0.1:{port}/")
 
         @contextmanager
@@ -129,15 +140,25 @@ def page(environment: dict[str, str], core: int, scraped: list[int], run: str) -
             viewers = [threading.Thread(target=follow, args=(number,)) for number in range(VIEWERS)]
             for viewer in viewers:
                 viewer.start()
+            began = processor_s(process.pid), time.perf_counter()
             try:
                 yield
             finally:
+                spent[0] += processor_s(process.pid) - began[0]
+                spent[1] += time.perf_counter() - began[1]
                 over.set()
                 for viewer in viewers:
                     viewer.join()
                 assert min(received) > 0
 
         yield monitored
+    print(f"The page took {100 * spent[0] / spent[1]:.2f} % of the learner's core while it was looked at.\n")
+
+
+def processor_s(pid: int) -> float:
+    """Return the processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(
@@ -186,6 +207,44 @@ def measure(
         return on, off
 
 
+def live(rounds: int, seconds: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return (env steps/s, updates/s) of learners that write their run's folder and tell MLflow, and of silent ones."""
+    with server() as url, fresh_home() as environment, ExitStack() as stack:
+        from ddrl import config
+        from ddrl.runs import artifacts, submit
+        from ddrl.store import connection, runs
+
+        client = stack.enter_context(contextlib.closing(connection.connect(url)))
+        settings = config.load(CONFIG, [*WITHOUT_END, "tracking=[mlflow]"])
+        run = submit.create(client, settings, submit.prepare(settings))
+        database = f"sqlite:///{environment['DDRL_BENCH_FOLDER']}/mlflow.db"
+        environment |= {connection.URL_VARIABLE: url, "MLFLOW_TRACKING_URI": database}
+        learning, playing = cores()
+        stack.enter_context(
+            child(["-m", "ddrl", "worker", "--role", "rollout", "--concurrency", "1"], environment, playing)
+        )
+
+        def throughput(*start: str) -> tuple[float, float]:
+            first = runs.state(client, run).updates
+            with child([*start, "learner", run], environment, learning):
+                while runs.state(client, run).updates < first + 1_000:  # past the warm-up
+                    time.sleep(0.2)
+                time.sleep(artifacts.EVERY_S)  # the threads begin
+                before, started = runs.state(client, run), time.perf_counter()
+                time.sleep(seconds)
+                after, elapsed = runs.state(client, run), time.perf_counter() - started
+            steps = (after.appended_steps - before.appended_steps) / elapsed
+            return steps, (after.updates - before.updates) / elapsed
+
+        on, off = [], []
+        for number in range(2 * rounds):
+            if number % 4 in (0, 3):
+                off.append(throughput("-c", SILENT))
+            else:
+                on.append(throughput("-m", "ddrl"))
+        return on, off
+
+
 def paint() -> None:
     """Print the time from a request to the first contentful paint, in a browser, of pages that have much to show."""
     from playwright.sync_api import sync_playwright
@@ -224,7 +283,7 @@ def paint() -> None:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=("flower", "page", "paint"))
+    parser.add_argument("what", choices=("flower", "page", "live", "paint"))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     arguments = parser.parse_args()
@@ -232,12 +291,17 @@ def main() -> None:
         print(heading("The page with much to show") + "\n")
         paint()
         return
-    monitor, title = {
-        "flower": (flower, "Loss by Flower, task events and Prometheus"),
-        "page": (page, f"Loss by the page with {VIEWERS} viewers"),
+    title = {
+        "flower": "Loss by Flower, task events and Prometheus",
+        "page": f"Loss by the page with {VIEWERS} viewers",
+        "live": "Loss by the folder of a run that goes on, and MLflow",
     }[arguments.what]
     print(heading(title) + "\n")
-    on, off = measure(monitor, arguments.rounds, arguments.seconds)
+    if arguments.what == "live":
+        on, off = live(arguments.rounds, arguments.seconds)
+    else:
+        monitor = {"flower": flower, "page": page}[arguments.what]
+        on, off = measure(monitor, arguments.rounds, arguments.seconds)
     print("| what | monitored (median) | not monitored | loss | of single rounds |\n|---|---|---|---|---|")
     for column, name in enumerate(("env steps/s", "updates/s")):
         ours, bare = [row[column] for row in on], [row[column] for row in off]

@@ -27,6 +27,17 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 UNITS = {path.stem: path.read_text("utf-8") for path in ROOT.glob("workers/*.service")}
 DOCKERFILE = (ROOT / "workers" / "Dockerfile").read_text("utf-8")
+KUBERNETES = ROOT / "workers" / "kubernetes"
+MANIFESTS = {
+    (one["kind"], one["metadata"]["name"]): one
+    for file in sorted(KUBERNETES.glob("*/*.yaml"))
+    if file.name != "kustomization.yaml"
+    for one in yaml.safe_load_all(file.read_text("utf-8"))
+}
+PODS = {
+    name: one["spec"]["template"]["spec"] for (_, name), one in MANIFESTS.items() if "template" in one["spec"]
+}
+SLURM = ROOT / "workers" / "slurm"
 OTHERS = {"redis", "prometheus", "grafana"}
 OWN_SERVICES = {name: service for name, service in SERVICES.items() if name not in OTHERS}  # run ddrl's image
 ELSEWHERE = {"HOME", "REDISCLI_AUTH", "MAXMEMORY", "FLOWER_BASIC_AUTH"}  # read by other programs
@@ -83,7 +94,8 @@ def test_commands_exist() -> None:
     commands = [command_of(service) for service in OWN_SERVICES.values()]
     commands += [options_of(unit)["ExecStart"] for unit in UNITS]
     commands += [" ".join(yaml.safe_load(line)) for line in re.findall(r"\nCMD (.+)\n", DOCKERFILE)]
-    assert len(commands) >= 9
+    commands += [" ".join(pod["containers"][0]["command"]) for name, pod in PODS.items() if name != "server"]
+    assert len(commands) >= 12
     assert [command for command in commands if not is_start(command)] == []
 
 
@@ -314,3 +326,112 @@ def test_make_starts_presets_and_passes_its_variables_on(
     assert line == f".venv/bin/ddrl submit {submitted}"
     help_ = run("make help").stdout
     assert all(f"run_{name}" in help_ for name in ("lunar", "cartpole", "acrobot", "mountaincar"))
+
+
+SCALED_OBJECT = {  # the part in use of KEDA's custom resource definition, version 2.17
+    "spec": {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "pollingInterval", "cooldownPeriod"}
+    | {"fallback", "triggers"},
+    "fallback": {"failureThreshold", "replicas", "behavior"},
+    "metrics-api": {"url", "format", "valueLocation", "targetValue"},
+}
+
+
+@pytest.mark.parametrize("version", ["1.28", "1.34"])
+def test_kubernetes_accepts_the_manifests(version: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    plain = [one for (kind, _), one in MANIFESTS.items() if kind != "ScaledObject"]
+    assert len(plain) == 7
+    for manifest in plain:
+        kubernetes_validate.validate(manifest, version, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**plain[0], "sepc": {}}, version, strict=True)
+
+
+def test_the_scaler_reads_the_gauge_of_the_learner() -> None:
+    scaled, rollout = MANIFESTS["ScaledObject", "rollout"]["spec"], PODS["rollout"]["containers"][0]
+    assert set(scaled) <= SCALED_OBJECT["spec"] and set(scaled["fallback"]) <= SCALED_OBJECT["fallback"]
+    assert ("Deployment", scaled["scaleTargetRef"]["name"]) in MANIFESTS
+    (trigger,) = scaled["triggers"]
+    metadata = trigger["metadata"]
+    assert set(metadata) == SCALED_OBJECT[trigger["type"]]
+    assert all(isinstance(value, str) for value in metadata.values())
+    (port,) = MANIFESTS["Service", "learner"]["spec"]["ports"]
+    assert metadata["url"] == f"http://learner.ddrl:{port['port']}/metrics"
+    variables = {one["name"]: one.get("value") for one in rollout["env"]}
+    assert metadata["targetValue"] == variables["DDRL_PROCESSES"] == rollout["resources"]["limits"]["cpu"]
+    assert f'"{metadata["valueLocation"]}"' in (ROOT / "ddrl/runs/monitoring.py").read_text("utf-8")
+
+
+def test_pods_hold_no_secret_and_may_do_little() -> None:
+    assert set(PODS) == {"server", "learner", "rollout", "evaluation"}
+    for name, pod in PODS.items():
+        (container,) = pod["containers"]
+        assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+        assert not container["securityContext"]["allowPrivilegeEscalation"]
+        for variable in container["env"]:
+            secret = variable.get("valueFrom", {}).get("secretKeyRef")
+            assert secret == {"name": "ddrl", "key": "password"} or "PASSWORD" not in variable["name"]
+        if name == "server":
+            assert "maxmemory-policy noeviction" in container["command"][-1]
+            assert container["image"] == SERVICES["redis"]["image"]
+        else:
+            assert {
+                "name": "DDRL_REDIS_URL",
+                "value": "redis://:$(DDRL_REDIS_PASSWORD)@server:6379/0",
+            } in container["env"]
+            assert pod["terminationGracePeriodSeconds"] == int(
+                SERVICES[name].get("stop_grace_period", "90s")[:-1]
+            )
+
+
+@pytest.mark.parametrize("folder", ["base", "autoscaled", "gpu"])
+def test_kustomize_builds_them(folder: str) -> None:
+    program = shutil.which("kustomize") or shutil.which("kubectl")
+    if program is None:
+        pytest.skip("neither kustomize nor kubectl is here")
+    verb = "build" if program.endswith("kustomize") else "kustomize"
+    done = run(f"{program} {verb} {KUBERNETES / folder}")
+    assert done.returncode == 0, done.stderr
+    built = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(done.stdout)}
+    extra = {"autoscaled": {("ScaledObject", "rollout")}}.get(folder, set())
+    assert set(built) == {key for key in MANIFESTS if key[0] != "ScaledObject"} | extra
+    assert {one["metadata"]["namespace"] for one in built.values()} == {"ddrl"}
+    assert ("replicas" in built["Deployment", "rollout"]["spec"]) is (folder != "autoscaled")
+    limits = built["Deployment", "learner"]["spec"]["template"]["spec"]["containers"][0]["resources"][
+        "limits"
+    ]
+    assert ("nvidia.com/gpu" in limits) is (folder == "gpu")
+
+
+def test_the_batch_scripts_train_a_run_and_end_together(processes: Processes) -> None:
+    """As Slurm starts them, on this machine: `srun` only runs its command."""
+    home = processes.folder
+    (home / ".venv").symlink_to(sys.prefix)
+    (home / "bin").mkdir()
+    srun = home / "bin" / "srun"
+    srun.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    srun.chmod(0o755)
+    environment = {
+        **{
+            "PATH": f"{home}/bin:{BARE['PATH']}",
+            "HOME": str(home),
+            "SLURM_JOB_ID": "7",
+            "SLURM_CPUS_PER_TASK": "1",
+        },
+        "DDRL_LISTEN": f"127.0.0.1:{free_port()}",
+    }
+
+    def start(name: str, *arguments: str) -> Process:
+        command = ["bash", str(SLURM / f"{name}.sbatch"), *arguments]
+        processes.started.append(Process(name, command, home, environment, home / f"{name}.log"))
+        return processes.started[-1]
+
+    worker = start("worker")
+    learner = start("learner", "submit", str(processes.config()), "--workers", "0")
+    processes.until((home / "ddrl-server").exists)
+    assert (home / "ddrl-server.7").stat().st_mode & 0o777 == 0o600
+    assert learner.wait() == 0 and "solved" in learner.text(), processes.logs()
+    assert worker.wait() == 0 and "ready" in worker.text(), processes.logs()
+    assert not (home / "ddrl-server").exists() and not (home / "ddrl-server.7").exists()
+    (folder,) = (home / "runs").iterdir()
+    assert (folder / "policy.safetensors").exists()

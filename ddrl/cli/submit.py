@@ -136,11 +136,19 @@ def detached(
 
 
 def create_all(
-    client: Client, config: configs.RunConfig, seeds: int, initial: str | None, num_workers: int
+    client: Client,
+    config: configs.RunConfig,
+    seeds: int,
+    initial: str | None,
+    num_workers: int,
+    *,
+    parent: str | None = None,
 ) -> list[str]:
     """Create a run per seed, starting at the config's own; or leave none active.
 
     Args:
+        initial: policy that they begin with.
+        parent: run whose newest checkpoint they begin with, if it has one.
         num_workers: rollout processes that this command starts, beside those of the fleet.
     """
     from ddrl import envs
@@ -160,11 +168,16 @@ def create_all(
 
         with policies.opened(initial, None) as (source, _):
             weights = initial_weights(source, config, spaces)
+    elif parent is not None:
+        from ddrl.runs.initial_weights import learner_state
+
+        weights = learner_state(client, parent)
+    begins: Any = {"initial": weights, "with_state": parent is not None and weights is not None}
     created: list[str] = []
     try:
         for seed in range(config.seed, config.seed + seeds):
             seeded = config.model_copy(update={"seed": seed})
-            created.append(submission.create(client, seeded, spaces, initial=weights))
+            created.append(submission.create(client, seeded, spaces, **begins))
     except BaseException:
         for run in created:
             store.set_status(client, run, "stopped", "not started: another run of its submission was refused")

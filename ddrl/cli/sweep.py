@@ -3,13 +3,19 @@
 Optuna says what to try next; each trial is a run, so that all share the fleet, and each can be watched, compared and
 resumed like any other. What a trial has reached is reported at its evaluations; one that lags behind is stopped. The
 trials are kept in a file, from which an interrupted sweep goes on.
+
+Population based training (Jaderberg et al. 2017, arXiv:1711.09846) is the same with trials that follow others: a run
+among the worst is stopped, and a new one goes on from the checkpoint of one of the best, with its options perturbed.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import random
+import statistics
 import time
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,13 +25,13 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from ddrl import config as configs
-from ddrl.cli import output, submit
+from ddrl.cli import output, settings, submit
 from ddrl.cli.format import duration, number
 from ddrl.cli.output import Client, InputError, Json, note
 from ddrl.cli.runs import change_status
 from ddrl.config import ConfigError, RunConfig, Section
 from ddrl.runs import processes as local
-from ddrl.store import evaluations
+from ddrl.store import checkpoints, evaluations
 from ddrl.store import runs as store
 from ddrl.store.runs import UnknownRunError
 
@@ -35,6 +41,9 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 FOLDER = Path("sweeps")
 RUN, SEARCH = "run", "search"  # attributes of a trial, and of the study
+PARENT, SPENT = "parent", "spent"  # of a trial that follows another: its run; env steps and seconds before
+QUARTER = 0.25  # of the population is replaced, by a quarter
+FACTORS = (0.8, 1.25)  # by which options are perturbed
 
 
 class Range(Section):
@@ -68,6 +77,10 @@ class Study(Section):
     trials: int = Field(16, ge=1)
     parallel: int = Field(2, ge=1, le=256)
     """Runs at a time."""
+    method: Literal["trials", "population"] = "trials"
+    """Each by itself, or a population whose worst members go on from the best ones, with perturbed live options."""
+    compare_every: int = Field(5, ge=1)
+    """Of a population: evaluations of a member between two comparisons; their mean counts."""
     metric: Literal["return", "time"] = "return"
     """The best evaluation's mean return, or the seconds of training until the target is confirmed."""
     sampler: Literal["tpe", "random"] = "tpe"
@@ -76,6 +89,15 @@ class Study(Section):
     storage: str | None = None
     """Optuna's, such as postgresql://...; null: a file in sweeps/NAME."""
     seed: int = 1
+
+    @model_validator(mode="after")
+    def _fits_the_method(self) -> Study:
+        given = self.model_fields_set
+        if self.method == "trials" and "compare_every" in given:
+            raise ValueError("compare_every: is for a population; set method to population, or remove it")
+        if self.method == "population" and (self.metric != "return" or "prune" in given or self.parallel < 2):
+            raise ValueError("method population: needs metric return, 2 or more in parallel, and no prune")
+        return self
 
     def base(self, options: Mapping[str, Any]) -> RunConfig:
         """Return the config of a trial with these values.
@@ -153,13 +175,17 @@ def read(path: Path) -> Study:
             item = error.errors()[0]
             reason = f"{'.'.join(map(str, item['loc']))}: {item['msg'].removeprefix('Value error, ')}"
         raise ConfigError(f"{path}: {reason}; see `ddrl sweep` in the guide") from None
+    from ddrl import envs
     from ddrl.runs import submit as submission
 
     for option, values in study.search.items():
         for value in (values.low, values.high) if isinstance(values, Range) else values:
             try:
+                config = study.base({})
+                if study.method == "population":
+                    settings.change(config, envs.describe(config.env), {option: value})
                 submission.prepare(study.base({option: value}))
-            except ConfigError as error:
+            except (ConfigError, InputError) as error:
                 raise ConfigError(f"{path}: search: {error}") from None
     if study.metric == "time" and study.base({}).stop.return_ is None:
         raise ConfigError(f"{path}: metric time: the config has no target; set stop.return")
@@ -176,7 +202,7 @@ def _open(wanted: Study, folder: Path) -> optuna.Study:
 
     storage = wanted.storage or f"sqlite:///{(folder / 'trials.db').resolve()}"
     samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
-    search = json.loads(wanted.model_dump_json(include={"config", "options", "search", "metric"}))
+    search = json.loads(wanted.model_dump_json(include={"config", "options", "search", "metric", "method"}))
     try:
         found = optuna.create_study(
             study_name=wanted.name,
@@ -184,7 +210,7 @@ def _open(wanted: Study, folder: Path) -> optuna.Study:
             direction="maximize" if wanted.metric == "return" else "minimize",
             sampler=samplers[wanted.sampler](seed=wanted.seed),
             pruner=optuna.pruners.MedianPruner(n_warmup_steps=1)
-            if wanted.prune
+            if wanted.prune and wanted.method == "trials"
             else optuna.pruners.NopPruner(),
             load_if_exists=True,
         )
@@ -220,6 +246,8 @@ class _Search:
         self._cursors: dict[str, bytes] = {}
         self._best: dict[str, float] = {}
         self._lagging: set[str] = set()
+        self._recent: dict[str, deque[float]] = {}  # returns of a run's last evaluations
+        self._due: Counter[str] = Counter()  # evaluations since a run was compared
 
     def run(self) -> Iterator[str]:
         """Yield a line for each trial that begins or ends, and an empty one at each look at a trial that goes on."""
@@ -228,8 +256,7 @@ class _Search:
         for frozen in self._searched.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
             yield self._go_on(optuna.trial.Trial(self._searched, frozen._trial_id))
         while True:
-            begun = self._searched.get_trials(deepcopy=False)
-            for _ in range(min(self._wanted.parallel - len(self._going), self._wanted.trials - len(begun))):
+            for _ in range(min(self._wanted.parallel - len(self._going), self._left())):
                 yield self._begin()
             if not self._going:
                 return
@@ -237,23 +264,39 @@ class _Search:
                 yield self._look(run)
             time.sleep(POLL_S)
 
+    def _left(self) -> int:
+        """Return how many trials may still begin."""
+        waiting = [trial.state.name == "WAITING" for trial in self._searched.get_trials(deepcopy=False)]
+        return self._wanted.trials - waiting.count(False)
+
     def _begin(self) -> str:
         import optuna
 
         trial = self._searched.ask()
+        parent, spent = trial.user_attrs.get(PARENT), trial.user_attrs.get(SPENT, (0, 0.0))
         options = {option: _suggest(trial, option, values) for option, values in self._wanted.search.items()}
         shown = ", ".join(f"{name} {_short(value)}" for name, value in options.items())
         try:
-            config = self._wanted.base(options).model_copy(
-                update={"name": f"{self._wanted.name}-{trial.number}"}
-            )
-            [run] = submit.create_all(self._client, config, 1, None, 0)
+            config = self._remaining(self._wanted.base(options), *spent)
+            config = config.model_copy(update={"name": f"{self._wanted.name}-{trial.number}"})
+            [run] = submit.create_all(self._client, config, 1, None, 0, parent=parent)
         except ConfigError as error:  # values that cannot go together
             self._searched.tell(trial, state=optuna.trial.TrialState.FAIL)
             return f"trial {trial.number}: {shown}: {error}"
         trial.set_user_attr(RUN, run)
         self._follow(trial, run)
-        return f"trial {trial.number}: {run}: {shown}"
+        return f"trial {trial.number}: {run}: {shown}" + (f", from {parent}" if parent else "")
+
+    @staticmethod
+    def _remaining(config: RunConfig, steps: int, seconds: float) -> RunConfig:
+        """Return a config whose run ends where it would if what its parents spent were its own."""
+        stop = config.stop
+        left: dict[str, float] = {}
+        if stop.env_steps is not None:
+            left["env_steps"] = max(1, stop.env_steps - steps)
+        if stop.time is not None:
+            left["time"] = max(1.0, stop.time - seconds)
+        return config.model_copy(update={"stop": stop.model_copy(update=left)})
 
     def _go_on(self, trial: optuna.Trial) -> str:
         """Go on with a trial of an earlier command, or end it if its run is gone."""
@@ -285,8 +328,12 @@ class _Search:
             self._best[run] = max(self._best[run], row["return_mean"])
             if row["purpose"] == "watch" and self._wanted.metric == "return":
                 trial.report(row["return_mean"], row["env_steps"])
+                self._recent.setdefault(run, deque(maxlen=self._wanted.compare_every)).append(
+                    row["return_mean"]
+                )
+                self._due[run] += 1
         state = store.state(self._client, run)
-        if self._wanted.prune and results and not state.outcome and self._lags(trial):
+        if results and not state.outcome and self._lags(run, trial):
             change_status(self._client, run, "stopped")
             self._lagging.add(run)
         if not state.ended:
@@ -300,8 +347,36 @@ class _Search:
         shown = "-" if value is None else duration(value) if self._wanted.metric == "time" else number(value)
         return f"trial {trial.number}: {kind.name.lower()}, {shown} ({run}, {state.outcome})"
 
-    def _lags(self, trial: optuna.Trial) -> bool:
-        return self._wanted.metric == "return" and bool(trial.should_prune())
+    def _lags(self, run: str, trial: optuna.Trial) -> bool:
+        """Return whether a run is to be stopped; of a population, enqueue the one that takes its place."""
+        if self._wanted.method == "population":
+            has_room = len(self._searched.get_trials(deepcopy=False)) < self._wanted.trials
+            return has_room and self._due[run] >= self._wanted.compare_every and self._is_replaced(run)
+        return self._wanted.prune and self._wanted.metric == "return" and bool(trial.should_prune())
+
+    def _is_replaced(self, run: str) -> bool:
+        """Compare a run with the others; if it is among the worst, enqueue a trial that follows one of the best."""
+        self._due[run] = 0
+        means = {one: statistics.fmean(self._recent[one]) for one in self._going if one in self._recent}
+        order = sorted(means, key=means.__getitem__)
+        num = max(1, round(QUARTER * len(order)))
+        if run not in order[:num] or means[order[-num]] <= means[run]:
+            return False
+        pointers = {one: checkpoints.newest_pointer(self._client, one) for one in order[-num:]}
+        best = {one: pointer for one, pointer in pointers.items() if pointer is not None}
+        if not best:
+            return False
+        draw = random.Random(f"{self._wanted.seed} {run}")
+        parent = draw.choice(list(best))
+        followed, meta = self._going[parent], best[parent]["meta"]
+        steps, seconds = followed.user_attrs.get(SPENT, (0, 0.0))
+        spent = steps + meta["env_steps"], seconds + meta["elapsed_s"]
+        params = {
+            name: _perturbed(followed.params[name], values, draw)
+            for name, values in self._wanted.search.items()
+        }
+        self._searched.enqueue_trial(params, user_attrs={PARENT: parent, SPENT: spent})
+        return True
 
     def _value(self, state: store.RunState) -> float | None:
         """Return what the trial has reached, if it has a result."""
@@ -321,6 +396,18 @@ def _suggest(trial: optuna.Trial, option: str, values: Range | list[Any]) -> Any
     return trial.suggest_float(option, *map(float, bounds), step=step, log=values.log)
 
 
+def _perturbed(value: Any, values: Range | list[Any], draw: random.Random) -> Any:
+    """Return a value near that of a trial's parameter; of a list one beside it."""
+    if isinstance(values, list):
+        texts = [json.dumps(one) for one in values]
+        place = texts.index(value) + draw.choice((-1, 1))
+        return texts[min(max(place, 0), len(texts) - 1)]
+    changed = min(max(value * draw.choice(FACTORS), values.low), values.high)
+    if values.step is not None:
+        changed = values.low + round((changed - values.low) / values.step) * values.step
+    return round(changed) if isinstance(value, int) else changed
+
+
 def _rows(searched: optuna.Study) -> list[dict[str, Any]]:
     """Return a row for each trial, the best first."""
     rows = []
@@ -330,6 +417,7 @@ def _rows(searched: optuna.Study) -> list[dict[str, Any]]:
             for name, value in trial.params.items()
         }
         row = {"trial": trial.number, "run": trial.user_attrs.get(RUN), "status": trial.state.name.lower()}
+        row["from"] = trial.user_attrs.get(PARENT)
         rows.append(row | {"value": trial.value if row["status"] == "complete" else None, "options": options})
     sign = -1 if searched.direction.name == "MAXIMIZE" else 1
     return sorted(rows, key=lambda row: (row["value"] is None, sign * (row["value"] or 0.0)))

@@ -17,10 +17,9 @@ from ddrl.networks.ranks import Ranks
 from ddrl.replay.experience import longest_fragment_steps, make_experience
 from ddrl.replay.reader import Decoded, FragmentLimits, decode, decode_range
 from ddrl.store import connection, runs, stream
-from ddrl.store.checkpoints import Counters
+from ddrl.store.checkpoints import REPLAY, Counters
 from ddrl.store.connection import Redis
 
-REPLAY = "replay."  # prefix of the replay's tensors in a checkpoint
 CHECK_EVERY = 100  # batches between two comparisons of the ranks' parameters
 Tensors = Mapping[str, torch.Tensor]
 
@@ -101,7 +100,8 @@ class Core:
                 self.admit(entry, version=version)
             rows.count(entry, consumed=True)
             yield entry
-        self.replay.load_state({name.removeprefix(REPLAY): state[name].numpy() for name in of_replay})
+        if of_replay:  # else it begins with the run
+            self.replay.load_state({name.removeprefix(REPLAY): state[name].numpy() for name in of_replay})
 
     def admit(self, entry: Decoded, *, version: int) -> bool:
         """Admit an entry to the replay, or what is known of another rank's; return False if it is too stale."""

@@ -22,11 +22,12 @@ import torch
 
 from ddrl.algorithms import base
 from ddrl.config import validate
-from ddrl.learner.core import REPLAY, Core, Tensors
+from ddrl.learner.core import Core, Tensors
 from ddrl.learner.publisher import decode_tensors
 from ddrl.networks.ranks import RankLostError
 from ddrl.replay.reader import Decoded, Reader
 from ddrl.store import stream, weights
+from ddrl.store.checkpoints import REPLAY
 from ddrl.types import Played
 
 MOST_REPORTED = 256  # entries a round

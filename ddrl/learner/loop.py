@@ -106,7 +106,7 @@ class Learner:
         checkpoint, latest = self.publisher.load(), index.latest
         state, counters = checkpoint or ({}, Counters())
         # On-policy, the weights of the checkpoint keep their version if they are the published ones.
-        is_published = self._on_policy and checkpoint is not None and counters.version == latest
+        is_published = self._on_policy and checkpoint is not None and counters.version == latest >= 0
         version = latest if is_published else max(latest, counters.version) + 1
         self.replay.first_version = 0 if is_published else version
         source = runs.state(self._client, self._run).warm

@@ -6,12 +6,14 @@ learner's state starts fresh, and the run's journal says so; critics warm up bef
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.policy import LoadedPolicy
-from ddrl.store import weights
+from ddrl.store import checkpoints, weights
+from ddrl.store.connection import Redis
 from ddrl.types import EnvSpec
 
 # Algorithms whose policies have the same weights.
@@ -61,6 +63,21 @@ def initial_weights(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) ->
     if remedy is not None:
         raise ConfigError(f"--from {name}: the same weights would be another policy here; {remedy}")
     return name, weights.encode_weights(source.weights)
+
+
+def learner_state(client: Redis, run: str) -> tuple[str, bytes] | None:
+    """Return the name of a run's newest checkpoint, and what a new run can go on from: networks and optimizers.
+
+    The new run counts updates from 0, as its replay is empty. None: there is no checkpoint yet.
+    """
+    if (found := checkpoints.load(client, run)) is None:
+        return None
+    blob, meta = found
+    state = weights.decode_weights(blob)
+    kept = {name: array for name, array in state.items() if not name.startswith(checkpoints.REPLAY)}
+    if "num_updates" in kept:
+        kept["num_updates"] = np.zeros_like(kept["num_updates"])
+    return f"{run}, update {meta['updates']}", weights.encode_weights(kept)
 
 
 def _remedy(theirs: base.Resolved, ours: base.Resolved) -> str | None:

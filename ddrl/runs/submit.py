@@ -225,7 +225,12 @@ def _refuse_changed(config: RunConfig, section: str, names: Iterable[str], where
 
 
 def create(
-    client: Redis, config: RunConfig, spaces: EnvSpec, *, initial: tuple[str, bytes] | None = None
+    client: Redis,
+    config: RunConfig,
+    spaces: EnvSpec,
+    *,
+    initial: tuple[str, bytes] | None = None,
+    with_state: bool = False,
 ) -> str:
     """Create the run: from now on learners and workers find it. Return its id.
 
@@ -234,6 +239,7 @@ def create(
         config: of the run.
         spaces: as `prepare` returned them.
         initial: name of the source of the initial weights, and the weights as safetensors; None: random weights.
+        with_state: `initial` has all of a learner's state, as of `initial_weights.learner_state`.
 
     Raises:
         ConfigError: the server's memory cannot hold what the run may need, or it cannot give its durability.
@@ -243,7 +249,9 @@ def create(
         raise ConfigError(f"durability: {config.durability}, but {reason}, or use durability process")
     queues = envs.queue_for("ddrl.rollout", config), envs.queue_for("ddrl.evaluate", config)
     versions = requirements.run_versions(config)
-    return runs.create(client, config, spaces, queues=queues, versions=versions, initial=initial)
+    return runs.create(
+        client, config, spaces, queues=queues, versions=versions, initial=initial, with_state=with_state
+    )
 
 
 def check_memory(client: Redis, config: RunConfig, *, run: str | None = None) -> None:

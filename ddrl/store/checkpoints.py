@@ -24,6 +24,7 @@ from ddrl.store.connection import StoreError, call
 from ddrl.store.untrusted import PRODUCER_ID
 
 PART_BYTES = 4 * 1024**2
+REPLAY = "replay."  # prefix of the replay's tensors
 DROPPED_AT_ONCE = 1_000  # parts, as a script's stack is limited
 
 EntryId = Annotated[str, Field(pattern=r"^\d+-\d+$")]

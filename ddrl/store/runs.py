@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic_core import from_json
 from redis import Redis
 
-from ddrl.store import bounded, capped_streams, keys
+from ddrl.store import bounded, capped_streams, checkpoints, keys
 from ddrl.store.connection import StoreError, call, execute
 from ddrl.store.untrusted import number, short_text
 from ddrl.types import EnvSpec
@@ -156,6 +156,7 @@ def create(
     queues: tuple[str, str] = ("ddrl.rollout", "ddrl.evaluate"),
     versions: Mapping[str, str] | None = None,
     initial: tuple[str, bytes] | None = None,
+    with_state: bool = False,
 ) -> str:
     """Store a new active run and return its id: its name, time and seed, and four random hex digits.
 
@@ -166,6 +167,7 @@ def create(
         queues: where its rollouts and its evaluations wait.
         versions: of the packages that its environment runs with here.
         initial: source of the initial weights, and the weights as safetensors.
+        with_state: `initial` has all of a learner's state in place of weights; it is the run's first checkpoint.
     """
     run = f"{config.name}-{time.strftime('%m%d-%H%M%S')}-s{config.seed}-{secrets.token_hex(2)}"
     fields = {
@@ -180,8 +182,12 @@ def create(
         "allowance": 0,
         "version": -1,
     }
+    weights = initial[1] if initial is not None else b""
+    if with_state:
+        pointer = checkpoints.store_parts(client, run, 0, 0, weights, asdict(checkpoints.Counters()))
+        fields["checkpoint"], weights = json.dumps(pointer), b""
     of_run = [key(run) for key in (keys.spec, keys.state, keys.journal, keys.initial)]
-    spec, weights = config.model_dump_json(by_alias=True), initial[1] if initial is not None else b""
+    spec = config.model_dump_json(by_alias=True)
     args = [run, spec, weights, fields["created_ms"], fields]
     call(client, "create_run", [*of_run, keys.RUNS, keys.OPEN], args)
     return run

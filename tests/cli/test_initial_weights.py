@@ -11,7 +11,7 @@ import torch
 from redis import Redis
 from support.algorithms import ALLOWED, CONTINUOUS, CPU, DISCRETE, SMALL
 from support.commands import call, call_json, refused
-from support.learners import restored, take, training, until
+from support.learners import Run, playing, restored, take, training, until
 from support.private_server import PrivateServer
 from support.runs import publish_initial, start, target_config
 
@@ -19,7 +19,7 @@ from ddrl import codec
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig, validate
 from ddrl.policy import LoadedPolicy
-from ddrl.runs.initial_weights import initial_weights
+from ddrl.runs.initial_weights import initial_weights, learner_state
 from ddrl.store import runs, stream, weights
 from ddrl.types import EnvSpec
 from ddrl.worker.segment import Players, play
@@ -156,6 +156,51 @@ def test_a_run_starts_from_initial_weights(client: Redis, server: PrivateServer,
     again.finish()
     assert again.shared.updates >= 3
     assert sum(row["event"] == "warm start" for row in runs.journal(client, run)[0]) == 1
+
+
+LEFT = {"stop": {"return": None, "time": 600}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        target_config(**LEFT),
+        target_config(algorithm={"prioritized": True}, **LEFT),
+        target_config(algorithm={"name": "ppo", "batch_size": 64, "minibatch_size": 32}, **LEFT),
+    ],
+    ids=["replay", "prioritized", "on-policy"],
+)
+def test_a_run_goes_on_from_another_ones_learner(server: PrivateServer, config: RunConfig) -> None:
+    """With its networks and optimizers, but with an empty replay, from version 0 and update 0 on."""
+    before = Run(server, config)
+    assert learner_state(server.client, before.id) is None
+    learner = before.learner()
+    with training(learner), playing(server.url, before.id):
+        until(lambda: learner.shared.updates >= 20)
+    learner.finish()  # saves a checkpoint
+    begin = learner_state(server.client, before.id)
+    assert begin is not None and begin[0] == f"{before.id}, update {learner.shared.updates}"
+    run = start(server.client, config, initial=begin, with_state=True)
+    after = Run(server, run=run)
+    follower = after.learner()
+    try:
+        there, here = learner.algorithm.state(), follower.algorithm.state()
+        assert there.keys() == here.keys() and int(there["num_updates"]) >= 20
+        for name in there.keys() - {"num_updates"}:
+            assert torch.equal(there[name], here[name]), name
+        assert follower.shared.updates == follower.algorithm.num_updates == 0 and after.state.warm == begin[0]
+        np.testing.assert_equal(
+            published(server.client, run, 0),
+            {name: value.numpy() for name, value in learner.algorithm.weights().items()},
+        )
+        with training(follower), playing(server.url, run):
+            until(lambda: follower.shared.updates >= 3 and follower.shared.version >= 1)
+    finally:
+        follower.finish()
+    again = after.learner()  # from its own checkpoint
+    again.finish()
+    assert again.shared.updates >= 3
+    after.audit()
 
 
 def test_the_command_refuses_in_one_line_and_creates_nothing(client: Redis, target_file: str) -> None:

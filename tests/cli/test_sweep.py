@@ -57,6 +57,38 @@ def test_the_best_of_some_trials(server: Any, tmp_path: Path) -> None:
     assert (folder / "sweep.png").stat().st_size > 5_000
 
 
+LIVE = {"algorithm.learning_rate": {"low": 1e-6, "high": 1e-2, "log": True}}
+
+
+def test_the_worst_of_a_population_go_on_from_the_best(server: Any, tmp_path: Path) -> None:
+    options = {"stop.return": None, "stop.time": "40s", "evaluation.every_s": 0.5, "evaluation.near": 0}
+    path = study(
+        tmp_path,
+        search=LIVE,
+        options=options,
+        method="population",
+        compare_every=2,
+        trials=5,
+        parallel=3,
+        seed=4,
+    )
+    with Processes(tmp_path) as processes:
+        report = sweep(processes, server.url, path)
+    rows = {row["run"]: row for row in report["trials"]}
+    followers = [row for row in rows.values() if row["from"]]
+    assert len(rows) == 5 and len(followers) == 2
+    assert [row["status"] for row in rows.values()].count("pruned") == 2
+    for row in followers:
+        rate, parent = row["options"]["algorithm.learning_rate"], rows[row["from"]]
+        before = parent["options"]["algorithm.learning_rate"]
+        assert rate == pytest.approx(min(max(before * 0.8, 1e-6), 1e-2)) or rate == pytest.approx(
+            min(before * 1.25, 1e-2)
+        )
+        assert runs.state(server.client, row["run"]).warm.startswith(f"{row['from']}, update ")
+        assert runs.config(server.client, row["run"]).stop.time < 40
+    assert report["best"]["value"] == max(row["value"] for row in rows.values() if row["value"] is not None)
+
+
 def test_a_killed_sweep_goes_on_with_its_runs(server: Any, tmp_path: Path) -> None:
     endless = {"stop.return": None, "stop.time": None, "stop.env_steps": 10**9}
     path = study(tmp_path, trials=1, parallel=1, options=endless)
@@ -98,6 +130,10 @@ def test_a_killed_sweep_goes_on_with_its_runs(server: Any, tmp_path: Path) -> No
         ({"config": "nowhere.yaml"}, "nowhere.yaml"),
         ({"metric": "time", "options": {"stop.return": None}}, "stop.return"),
         ({"storage": "nosuch://x"}, "cannot be used"),
+        ({"compare_every": 2}, "set method to population"),
+        ({"method": "population"}, "algorithm.gamma: cannot change"),
+        ({"method": "population", "prune": True}, "no prune"),
+        ({"method": "population", "parallel": 1}, "2 or more in parallel"),
     ],
 )
 def test_what_cannot_be_tried_is_refused(

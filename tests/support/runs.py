@@ -54,9 +54,9 @@ def target_config(**sections: Any) -> RunConfig:
     return validate(target_tree(**sections))
 
 
-def start(client: Redis, config: RunConfig) -> str:
+def start(client: Redis, config: RunConfig, **begins: Any) -> str:
     """Submit a run."""
-    return submit.create(client, config, submit.prepare(config))
+    return submit.create(client, config, submit.prepare(config), **begins)
 
 
 def publish_initial(client: Redis, run: str, token: int, *, allowance: int = 0) -> None:

@@ -1,0 +1,124 @@
+"""Commands in the documentation: all are understood, and those of the tutorial run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+from support.processes import SLOW_S, Processes
+from typer._click.exceptions import UsageError
+
+from ddrl.cli import COMMANDS, app
+from ddrl.store import runs
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "workers" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
+
+
+def blocks(text: str, language: str = "") -> list[str]:
+    """The fenced blocks of a page, of one language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [block for kind, block in found if kind == language]
+
+
+def commands(text: str) -> Iterator[tuple[list[str], bool]]:
+    """The words of each ddrl command, and whether it is whole: in a block. A sentence may name a command only."""
+    whole = [line for block in blocks(text) for line in block.replace("\\\n", " ").splitlines()]
+    named = [part for line in text.splitlines() for part in line.split("`")[1::2]]
+    for line in (*whole, *named):
+        for part in re.split(r"[;&|]", re.sub(r"\s#.*| \[.*?\]|\.\.\.|\$\w+", "", line)):
+            if found := re.fullmatch(r"\s*(?:(?:exec|\w+=\S+) +)*ddrl +([a-z].*?)\s*", part):
+                yield shlex.split(re.sub(r"\b[A-Z]\b", "1", found[1])), line in whole
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_is_understood(page: Path) -> None:
+    group = typer.main.get_command(app)
+    for words, is_whole in commands(page.read_text("utf-8")):
+        assert words[0] in COMMANDS, words
+        _, command, rest = group.resolve_command(typer.Context(group), words)  # type: ignore[attr-defined]
+        # It refuses options and values that it does not know.
+        command.make_context(words[0], rest, resilient_parsing=not is_whole)
+
+
+def test_these_checks_can_fail() -> None:
+    found = list(commands("```\nA=b ddrl submit x --seed 3   # some\n```\nand `ddrl status`, `ddrl --help`"))
+    assert found == [(["submit", "x", "--seed", "3"], True), (["status"], False)]
+    assert len([words for page in PAGES for words in commands(page.read_text("utf-8"))]) > 100
+    group = typer.main.get_command(app)
+    with pytest.raises(UsageError):
+        group.resolve_command(typer.Context(group), ["status"])[1].make_context("status", ["--nope"])  # type: ignore[attr-defined]
+
+
+def shell(processes: Processes, url: str | None, line: str) -> str:
+    """Run a line of the tutorial that must succeed; runs are ended early."""
+    if "ddrl submit" in line:
+        line += " -s stop.time=8s -s evaluation.confirm_episodes=0"
+    environment = processes.environment(url) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment["PYTHONPATH"] += f":{processes.folder}"
+    done = subprocess.run(
+        ["sh", "-ec", line],
+        cwd=processes.folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SLOW_S,
+    )
+    assert done.returncode == 0, (line, done.stdout, done.stderr)
+    return done.stdout
+
+
+def lines_of(part: int) -> list[str]:
+    """The shell lines of a part of the tutorial."""
+    text = TUTORIAL.split("\n## ")[part]
+    return [line for block in blocks(text) for line in block.splitlines() if line.strip()]
+
+
+def test_part_one_runs_as_it_stands(home: Path, processes: Processes) -> None:
+    install, *lines = lines_of(1)
+    assert install.startswith("pip install 'ddrl[")
+    for line in lines:
+        if line == "ddrl web":
+            look_at_the_page(processes)
+        else:
+            shell(processes, None, line)
+    assert (processes.folder / "cartpole.safetensors").exists()
+    assert len(list((processes.folder / "runs").iterdir())) == 2
+
+
+def look_at_the_page(processes: Processes) -> None:
+    page = processes.start("web", None, "-m", "ddrl", "web")
+    processes.until(lambda: "http://" in page.text())
+    address = re.findall(r"http://\S+", page.text())[0]
+    with urllib.request.urlopen(address) as reply:
+        assert "cartpole" in reply.read().decode()
+    page.terminate()
+
+
+def test_part_two_runs_as_it_stands(server, processes: Processes) -> None:
+    export, *lines = lines_of(2)
+    assert export.startswith("export DDRL_REDIS_URL=") and "`ddrl learner`" in TUTORIAL
+    assert "`celery -A ddrl worker`" in TUTORIAL
+    processes.learner(server.url), processes.celery(server.url)
+    printed = [shell(processes, server.url, line) for line in lines]
+    [run] = runs.names(server.client)
+    assert runs.state(server.client, run).outcome in ("time", "solved") and run in printed[-1] + printed[-2]
+
+
+def test_part_three_runs_as_it_stands(home: Path, processes: Processes) -> None:
+    for language in ("python", "yaml"):
+        [block] = blocks(TUTORIAL, language)
+        path = processes.folder / block.splitlines()[0].removeprefix("# ")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(block)
+    [line] = lines_of(3)
+    assert "solved" in shell(processes, None, line.replace("-s stop.time=8s", ""))
