@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from starlette.staticfiles import StaticFiles
 
 from ddrl import api
 from ddrl import config as configs
-from ddrl.cli import compare, fleet, output, settings, view
+from ddrl.cli import compare, fleet, output, policies, settings, view
 from ddrl.cli import format as texts
 from ddrl.cli import runs as listing
 from ddrl.cli.output import Client, InputError
@@ -65,6 +66,7 @@ def create(client: Client, *, hosts: Sequence[str], password: str = "", controls
     routes = [
         *(Route(path, pages.shown(page)) for path, page in pages.reading.items()),
         *(Route(path, pages.done(page), methods=["POST"]) for path, page in pages.changing.items()),
+        Route("/runs/{run}/export", pages.done(pages.export, "/policy"), methods=["POST"]),
         Route("/login", pages.login, methods=["GET", "POST"]),
         Route("/runs/{run}/events", pages.events),
         Mount("/static", StaticFiles(directory=HERE / "static")),
@@ -99,6 +101,7 @@ class _Pages:
             "/runs/{run}/audit": self.audit,
             "/runs/{run}/episodes": self.episodes,
             "/runs/{run}/films/{name}": self.film,
+            "/runs/{run}/policy": self.policy,
             "/compare": self.compare,
             "/fleet": self.fleet,
         }
@@ -123,8 +126,10 @@ class _Pages:
 
         return answer
 
-    def done(self, change: Callable[[str, Mapping[str, Any]], str]) -> Callable[[Request], Any]:
-        """Return the endpoint of a form that changes a run, and notes in its journal who did it."""
+    def done(
+        self, change: Callable[[str, Mapping[str, Any]], str], then: str = ""
+    ) -> Callable[[Request], Any]:
+        """Return the endpoint of a form that changes a run, and notes in its journal who did it; `then` is shown."""
 
         async def answer(request: Request) -> Response:
             session, form = self._sessions.of(request), await request.form()
@@ -141,7 +146,8 @@ class _Pages:
                 self._feeds.forget(run)
                 return run
 
-            return RedirectResponse(f"/runs/{await run_in_threadpool(act)}", 303)
+            query = f"?{urlencode({'version': str(form.get('version') or '')})}" if then else ""
+            return RedirectResponse(f"/runs/{await run_in_threadpool(act)}{then}{query}", 303)
 
         return answer
 
@@ -219,6 +225,17 @@ class _Pages:
         values |= {"parts": parts, "over": over, "axes": charts.AXES, "names": names, "figure": name}
         return self._page(
             request, "run.html", session, differences=_differences(self._client, values["records"]), **values
+        )
+
+    def policy(self, request: Request, session: Session | None) -> Response:
+        """Send a version as `ddrl export` writes it."""
+        run = output.resolve(self._client, request.path_params["run"])
+        version = policies.choose(self._client, run, request.query_params.get("version") or None)
+        with tempfile.TemporaryDirectory() as folder:
+            path = policies.write(self._client, run, version, Path(folder), force=False)
+            data, attached = path.read_bytes(), f'attachment; filename="{path.name}"'
+        return Response(
+            data, headers={"content-disposition": attached}, media_type="application/octet-stream"
         )
 
     async def events(self, request: Request) -> Response:
@@ -407,6 +424,11 @@ class _Pages:
             ", ".join(f"{row['option']} {row['from']} -> {row['to']}" for row in done["changes"])
             or "no change"
         )
+
+    def export(self, run: str, form: Mapping[str, Any]) -> str:
+        """Return what the journal says of an export; `policy` sends the file."""
+        version = policies.choose(self._client, run, str(form.get("version") or "") or None)
+        return f"exports version {version}"
 
     def _evaluate(self, run: str, form: Mapping[str, Any]) -> str:
         version, episodes = str(form.get("version") or "best"), str(form.get("episodes") or 100)

@@ -9,14 +9,15 @@ import socket
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from redis import Redis
 from support import commands
-from support.store import add_history, end, heartbeat, make_run
+from support.store import add_history, end, heartbeat, make_run, take
 from web.conftest import PASSWORD, Visitor
 
 from ddrl.runs import records
-from ddrl.store import keys, logs, metrics, runs, workers
+from ddrl.store import keys, logs, metrics, runs, weights, workers
 from ddrl.web import access, command, feed
 
 INJECTIONS = (
@@ -257,6 +258,26 @@ def test_a_run_is_changed_by_who_may(client: Redis, serve: Callable[..., Visitor
     assert visitor.post(f"/runs/{run}/pause", form).code == 400  # it is paused
 
 
+def test_a_policy_is_exported(client: Redis, serve: Callable[..., Visitor]) -> None:
+    visitor, run = serve(password=PASSWORD, controls=True), make_run(client)
+    visitor.log_in()
+    blob = weights.encode_weights({"weight": np.zeros(3, np.float32)})
+    weights.publish(client, run, take(client, run), version=0, blob=blob, allowance=0, updates=0)
+    form = {"token": token_of(visitor, run), "version": "best"}
+    answer = visitor.post(f"/runs/{run}/export", form)
+    assert answer.code == 303
+    sent = visitor.get(answer.headers["location"])
+    assert f'filename="{run}-v0.safetensors"' in sent.headers["content-disposition"]
+    data = sent.text.encode()
+    assert weights.decode_weights(data)["weight"].shape == (3,)
+    assert weights.weights_metadata(data)["run"] == run
+    assert [row["reason"] for row in runs.journal(client, run)[0] if row["event"] == "control"] == [
+        "Ada: exports version 0"
+    ]
+    assert visitor.post(f"/runs/{run}/export", form | {"version": "x"}).code == 400
+    assert visitor.get(f"/runs/{run}/policy?version=7").code == 400  # it is not kept
+
+
 @pytest.mark.parametrize("harm", ["no session", "stale session", "another site", "no token", "only shows"])
 def test_a_change_by_others_is_refused(client: Redis, serve: Callable[..., Visitor], harm: str) -> None:
     visitor, run = serve(password=PASSWORD, controls=harm != "only shows"), make_run(client)
@@ -270,7 +291,7 @@ def test_a_change_by_others_is_refused(client: Redis, serve: Callable[..., Visit
         headers["origin"] = "http://evil.example"
     elif harm == "no token":
         form = {"token": ""}
-    for action in ("pause", "stop", "resume", "set", "evaluate"):
+    for action in ("pause", "stop", "resume", "set", "evaluate", "export"):
         assert visitor.post(f"/runs/{run}/{action}", form, **headers).code == 403
     assert runs.status(client, run) == "active"
 
