@@ -9,12 +9,8 @@ are the action; of a recurrent policy `new_hidden` [N, H].
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,19 +66,12 @@ def save(loaded: LoadedPolicy, path: Path) -> None:
         import onnxscript  # noqa: F401  # torch's exporter needs it
     except ImportError as error:
         raise OnnxError(f"onnx: {error.name} is not installed; pip install 'ddrl[onnx]'") from None
-    module = getattr(loaded.policy, "module", None)
-    if module is None:
+    if not hasattr(loaded.policy, "module"):
         name = loaded.config.algorithm["name"]
-        raise OnnxError(
-            f"{name}: its Policy has no module, so it cannot be exported; add it as the guide shows"
-        )
-    graph = _Graph(cast(Exportable, loaded.policy).module(), loaded.spaces).eval()
-    state = loaded.policy.initial_state(_EXAMPLES)
-    data = _exported(
-        graph, [_observations(loaded.spaces, 0), *state.values()], ["observation", *state], loaded
-    )
+        raise OnnxError(f"{name}: its Policy has no module to export; add it as the guide shows")
+    data = _exported(_graph(loaded), loaded)
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-    if (found := difference(loaded, session)) > TOLERANCE:
+    if not (found := difference(loaded, session)) <= TOLERANCE:  # it may be NaN
         reason = f"in onnxruntime it differs by {found:.1e}, more than {TOLERANCE:g}"
         raise OnnxError(f"{loaded.run}@{loaded.version}: {reason}; nothing was written")
     write_whole(path, data)
@@ -94,9 +83,8 @@ def difference(loaded: LoadedPolicy, session: Any, *, seed: int = 0) -> float:
     Both play a few steps of random observations. Compared are all numbers; of choices also by how much the score of
     the policy's action is below the largest.
     """
-    policy, spec, worst = loaded.policy, loaded.spaces, 0.0
-    graph = _Graph(cast(Exportable, policy).module(), spec).eval()
-    state = policy.initial_state(_EXAMPLES)
+    policy, spec, differences = loaded.policy, loaded.spaces, [0.0]
+    graph, state = _graph(loaded), policy.initial_state(_EXAMPLES)
     for step in range(_STEPS):
         observation = _observations(spec, seed + step)
         inputs = [observation, *(array.copy() for array in state.values())]
@@ -116,10 +104,9 @@ def difference(loaded: LoadedPolicy, session: Any, *, seed: int = 0) -> float:
                 np.stack([part.max(axis=1) for part in parts]),
                 np.stack([part[range(_EXAMPLES), one] for part, one in zip(parts, choices, strict=True)]),
             )
-        for a, b in pairs:
-            worst = max(worst, float((abs(a - b) / np.maximum(1.0, abs(b))).max()))
+        differences += [float((abs(a - b) / np.maximum(1.0, abs(b))).max()) for a, b in pairs]
         advance(state, action, np.full(_EXAMPLES, 0.5, np.float32), np.zeros(_EXAMPLES, bool))
-    return worst
+    return float(np.max(differences))
 
 
 def _observations(spec: EnvSpec, seed: int) -> np.ndarray:
@@ -128,25 +115,25 @@ def _observations(spec: EnvSpec, seed: int) -> np.ndarray:
     if spec.observation_dtype == "uint8":
         return generator.integers(256, size=shape, dtype=np.uint8)
     seen = generator.standard_normal(shape, np.float32)
-    if spec.has_mask:
-        start = -spec.num_masked
-        for size in spec.action_sizes:
-            mask = generator.random((_EXAMPLES, size)) < 0.5
-            mask[:, generator.integers(size)] = True
-            seen[:, start : (start + size) or None] = mask
-            start += size
+    if num := spec.num_masked:
+        seen[:, -num:] = generator.random((_EXAMPLES, num)) < 0.5
+        seen[:, np.cumsum((0, *spec.action_sizes[:-1])) - num] = 1.0
     return seen
 
 
-def _exported(
-    graph: nn.Module, arrays: Sequence[np.ndarray], names: Sequence[str], loaded: LoadedPolicy
-) -> bytes:
+def _graph(loaded: LoadedPolicy) -> nn.Module:
+    return _Graph(cast(Exportable, loaded.policy).module(), loaded.spaces).eval()
+
+
+def _exported(graph: nn.Module, loaded: LoadedPolicy) -> bytes:
     """Return the file's bytes.
 
     Raises:
         OnnxError: a layer cannot be exported.
     """
-    inputs = tuple(map(torch.from_numpy, arrays))
+    state = loaded.policy.initial_state(_EXAMPLES)
+    names = ["observation", *state]
+    inputs = tuple(map(torch.from_numpy, (_observations(loaded.spaces, 0), *state.values())))
     outputs = ["action"] if loaded.spaces.action_kind == "continuous" else ["action", "scores"]
     size = {0: torch.export.Dim("num_envs")}
     sizes: tuple[Any, ...] = (size,)
@@ -156,25 +143,20 @@ def _exported(
         program = _convert(graph, inputs, input_names=names, output_names=outputs, dynamic_shapes=sizes)
     except Exception as error:  # whatever the exporter raises
         layer, reason = _culprit(graph, inputs) or ("policy", error)
-        raise OnnxError(
-            f"{layer}: cannot be exported to ONNX ({_cause(reason)}); use another layer"
-        ) from None
-    program.model.metadata_props.update(
-        {
-            "run": loaded.run,
-            "version": str(loaded.version),
-            "config": loaded.config.model_dump_json(by_alias=True),
-            "spaces": json.dumps(asdict(loaded.spaces)),
-        }
-    )
+        raise OnnxError(f"{layer}: is not for ONNX ({_cause(reason)}); use another layer") from None
+    program.model.metadata_props.update(loaded.metadata)
     return cast(bytes, program.model_proto.SerializeToString())
 
 
 def _convert(module: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> Any:
     """Return torch's ONNX program of a module."""
-    with warnings.catch_warnings(), _quiet("torch.onnx", "torch.export", "onnxscript"):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.onnx.export(module, inputs, dynamo=True, verbose=False, **options)
+        logging.disable(logging.CRITICAL)  # what it cannot do it raises
+        try:
+            return torch.onnx.export(module, inputs, dynamo=True, verbose=False, **options)
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def _cause(error: BaseException) -> str:
@@ -200,17 +182,3 @@ def _culprit(graph: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[str, Excepti
         except Exception as error:
             return f"{name.removeprefix('policy.')} ({type(module).__name__})", error
     return None
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Keep the exporter's messages back; what it cannot do it raises."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

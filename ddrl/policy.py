@@ -65,6 +65,11 @@ class LoadedPolicy:
         """The environment of the run."""
         return self.config.env
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What a file holds beside the weights."""
+        return _metadata(self.run, self.version, self.config, self.spaces)
+
     def make_env(self, render_mode: str | None = None) -> gymnasium.Env[Any, Any]:
         """Return a Gymnasium environment as the policy plays it.
 
@@ -154,14 +159,13 @@ def save(client: Redis, run: str, version: int, path: Path) -> None:
         UnknownRunError: there is no such run.
         NoWeightsError: the version is not there.
     """
-    metadata = {
-        "format": FORMAT,
-        "run": run,
-        "version": str(version),
-        "config": runs.config(client, run).model_dump_json(by_alias=True),
-        "spaces": json.dumps(asdict(runs.spaces(client, run))),
-    }
+    metadata = _metadata(run, version, runs.config(client, run), runs.spaces(client, run))
     write_whole(path, weights.encode_weights(weights.decode_weights(_blob(client, run, version)), metadata))
+
+
+def _metadata(run: str, version: int, config: RunConfig, spaces: EnvSpec) -> dict[str, str]:
+    known = {"config": config.model_dump_json(by_alias=True), "spaces": json.dumps(asdict(spaces))}
+    return {"format": FORMAT, "run": run, "version": str(version), **known}
 
 
 def _blob(client: Redis, run: str, version: int) -> bytes:

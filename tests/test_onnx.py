@@ -82,31 +82,39 @@ def odd_network(shape: tuple[int, ...]) -> nn.Module:
 def test_the_layer_that_cannot_be_exported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "test_onnx,docs")
     made = loaded("sac", CONTINUOUS, {"network": "test_onnx:odd_network"})
-    with pytest.raises(
-        onnx.OnnxError, match=r"^0\.1 \(Odd\): cannot be exported to ONNX \(.*digamma.*\)"
-    ) as raised:
+    with pytest.raises(onnx.OnnxError, match=r"^0\.1 \(Odd\): is not for ONNX \(.*digamma.*\)") as raised:
         onnx.save(made, tmp_path / "policy.onnx")
     assert "\n" not in str(raised.value)
     pictures = EnvSpec("Toy-v0", (6 * 6 + 8,), "uint8", "discrete", (), (4,), image_shapes=((6, 6, 1),))
     with pytest.raises(onnx.OnnxError, match="MultiInput"):
         onnx.save(loaded("ppo", pictures, {"network": "conv"}), tmp_path / "policy.onnx")
-    with pytest.raises(onnx.OnnxError, match="its Policy has no module, .* add it as the guide shows"):
+    with pytest.raises(onnx.OnnxError, match="its Policy has no module to export; add it as the guide shows"):
         onnx.save(loaded("docs.own_algorithm", DISCRETE, {}), tmp_path / "policy.onnx")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, other = loaded("ppo", CONTINUOUS, {}), loaded("ppo", CONTINUOUS, {"initial_log_std": -1.0})
-    shifted = nn.Sequential(other.policy.module(), _Plus())  # type: ignore[attr-defined]
-    monkeypatch.setattr(made.policy, "module", lambda: shifted)
+class Off(nn.Module):
+    """A module whose outputs are wrong."""
+
+    def __init__(self, right: nn.Module, by: float) -> None:
+        super().__init__()
+        self.right, self.by = right, by
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.right(x) + self.by
+        return result
+
+
+@pytest.mark.parametrize("by", [1e-3, float("nan")])
+def test_a_file_that_differs_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: float
+) -> None:
+    made = loaded("ppo", CONTINUOUS, {})
+    wrong = Off(made.policy.module(), by)  # type: ignore[attr-defined]
+    monkeypatch.setattr(made.policy, "module", lambda: wrong)
     with pytest.raises(onnx.OnnxError, match="r@3: in onnxruntime it differs by .*; nothing was written"):
         onnx.save(made, tmp_path / "policy.onnx")
     assert not list(tmp_path.iterdir())
-
-
-class _Plus(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1e-3
 
 
 def test_runs_and_files_are_exported(client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,12 +29,7 @@ Folder = Annotated[
     Path | None,
     typer.Option(help="Folder to write: policy, config, curve, video, and a card with the scores."),
 ]
-Onnx = Annotated[
-    bool,
-    typer.Option(
-        "--onnx", help="Write ONNX, which onnxruntime plays in any language; TARGET may be a file too."
-    ),
-]
+Onnx = Annotated[bool, typer.Option("--onnx", help="Write ONNX, for onnxruntime in any language.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 
 
@@ -90,7 +86,7 @@ def opened(target: str, version: str | None) -> Iterator[tuple[LoadedPolicy, Cli
 
 def export(
     target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="RUN or RUN@VERSION; with --onnx also a file.")
+        str, typer.Argument(metavar="TARGET", help="RUN or RUN@VERSION; of ONNX also a file.")
     ] = "last",
     version: Version = None,
     output: Output = None,
@@ -99,7 +95,7 @@ def export(
     force: Force = False,
     json_output: Json = False,
 ) -> None:
-    """Write a policy to one file that plays anywhere, without server and run folder; or a folder to share."""
+    """Write a policy to one file that plays anywhere, without server or run folder; or a folder to share."""
     if folder is not None and (output is not None or onnx):
         other = "--onnx" if onnx else f"--output {output}"
         raise InputError(f"--folder {folder}: not together with {other}; give one of them")
@@ -130,9 +126,7 @@ def write(client: Client, run: str, version: int, path: Path, force: bool) -> Pa
     """
     from ddrl import policy
 
-    return _write(
-        path, f"{run}-v{version}{SUFFIX}", force, lambda file: policy.save(client, run, version, file)
-    )
+    return _write(path, f"{run}-v{version}{SUFFIX}", force, partial(policy.save, client, run, version))
 
 
 def write_onnx(loaded: LoadedPolicy, path: Path, force: bool) -> Path:
@@ -144,7 +138,7 @@ def write_onnx(loaded: LoadedPolicy, path: Path, force: bool) -> Path:
     """
     from ddrl import onnx
 
-    return _write(path, f"{loaded.run}-v{loaded.version}.onnx", force, lambda file: onnx.save(loaded, file))
+    return _write(path, f"{loaded.run}-v{loaded.version}.onnx", force, partial(onnx.save, loaded))
 
 
 def _write(path: Path, name: str, force: bool, save: Callable[[Path], None]) -> Path:

@@ -265,9 +265,13 @@ class _Search:
             time.sleep(POLL_S)
 
     def _left(self) -> int:
-        """Return how many trials may still begin."""
-        waiting = [trial.state.name == "WAITING" for trial in self._searched.get_trials(deepcopy=False)]
-        return self._wanted.trials - waiting.count(False)
+        """Return how many trials may begin; of a population the first members, and those that follow others."""
+        names = [trial.state.name for trial in self._searched.get_trials(deepcopy=False)]
+        waiting = names.count("WAITING")
+        begun = len(names) - waiting
+        if self._wanted.method == "population":
+            return waiting + max(0, self._wanted.parallel - begun)
+        return self._wanted.trials - begun
 
     def _begin(self) -> str:
         import optuna
@@ -291,11 +295,8 @@ class _Search:
     def _remaining(config: RunConfig, steps: int, seconds: float) -> RunConfig:
         """Return a config whose run ends where it would if what its parents spent were its own."""
         stop = config.stop
-        left: dict[str, float] = {}
-        if stop.env_steps is not None:
-            left["env_steps"] = max(1, stop.env_steps - steps)
-        if stop.time is not None:
-            left["time"] = max(1.0, stop.time - seconds)
+        env_steps = stop.env_steps and max(1, stop.env_steps - steps)
+        left = {"env_steps": env_steps, "time": stop.time and max(1.0, stop.time - seconds)}
         return config.model_copy(update={"stop": stop.model_copy(update=left)})
 
     def _go_on(self, trial: optuna.Trial) -> str:
@@ -362,15 +363,13 @@ class _Search:
         num = max(1, round(QUARTER * len(order)))
         if run not in order[:num] or means[order[-num]] <= means[run]:
             return False
-        pointers = {one: checkpoints.newest_pointer(self._client, one) for one in order[-num:]}
-        best = {one: pointer for one, pointer in pointers.items() if pointer is not None}
-        if not best:
-            return False
         draw = random.Random(f"{self._wanted.seed} {run}")
-        parent = draw.choice(list(best))
-        followed, meta = self._going[parent], best[parent]["meta"]
+        parent = draw.choice(order[-num:])
+        if (pointer := checkpoints.newest_pointer(self._client, parent)) is None:
+            return False
+        followed = self._going[parent]
         steps, seconds = followed.user_attrs.get(SPENT, (0, 0.0))
-        spent = steps + meta["env_steps"], seconds + meta["elapsed_s"]
+        spent = steps + pointer["meta"]["env_steps"], seconds + pointer["meta"]["elapsed_s"]
         params = {
             name: _perturbed(followed.params[name], values, draw)
             for name, values in self._wanted.search.items()
