@@ -25,7 +25,7 @@ import statistics
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
@@ -207,8 +207,11 @@ def measure(
         return on, off
 
 
-def live(rounds: int, seconds: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return (env steps/s, updates/s) of learners that write their run's folder and tell MLflow, and of silent ones."""
+def live(rounds: int, seconds: float) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    """Return the figures of learners that write their run's folder and tell MLflow, and of silent ones.
+
+    Each (env steps/s, updates/s, updates for each second of the processor).
+    """
     with server() as url, fresh_home() as environment, ExitStack() as stack:
         from ddrl import config
         from ddrl.runs import artifacts, submit
@@ -224,17 +227,22 @@ def live(rounds: int, seconds: float) -> tuple[list[tuple[float, float]], list[t
             child(["-m", "ddrl", "worker", "--role", "rollout", "--concurrency", "1"], environment, playing)
         )
 
-        def throughput(*start: str) -> tuple[float, float]:
+        def throughput(*start: str) -> tuple[float, ...]:
             first = runs.state(client, run).updates
-            with child([*start, "learner", run], environment, learning):
+            with child([*start, "learner", run], environment, learning) as process:
                 while runs.state(client, run).updates < first + 1_000:  # past the warm-up
                     time.sleep(0.2)
                 time.sleep(artifacts.EVERY_S)  # the threads begin
-                before, started = runs.state(client, run), time.perf_counter()
+                before, started, spent_s = (
+                    runs.state(client, run),
+                    time.perf_counter(),
+                    processor_s(process.pid),
+                )
                 time.sleep(seconds)
                 after, elapsed = runs.state(client, run), time.perf_counter() - started
-            steps = (after.appended_steps - before.appended_steps) / elapsed
-            return steps, (after.updates - before.updates) / elapsed
+                spent_s = processor_s(process.pid) - spent_s
+            steps, updates = after.appended_steps - before.appended_steps, after.updates - before.updates
+            return steps / elapsed, updates / elapsed, updates / spent_s
 
         on, off = [], []
         for number in range(2 * rounds):
@@ -297,13 +305,16 @@ def main() -> None:
         "live": "Loss by the folder of a run that goes on, and MLflow",
     }[arguments.what]
     print(heading(title) + "\n")
+    on: Sequence[tuple[float, ...]]
+    off: Sequence[tuple[float, ...]]
     if arguments.what == "live":
         on, off = live(arguments.rounds, arguments.seconds)
     else:
         monitor = {"flower": flower, "page": page}[arguments.what]
         on, off = measure(monitor, arguments.rounds, arguments.seconds)
     print("| what | monitored (median) | not monitored | loss | of single rounds |\n|---|---|---|---|---|")
-    for column, name in enumerate(("env steps/s", "updates/s")):
+    names = ("env steps/s", "updates/s", "updates for each second of the learner's processor")
+    for column, name in enumerate(names[: len(on[0])]):
         ours, bare = [row[column] for row in on], [row[column] for row in off]
         losses = [100 * (1 - one / two) for one, two in zip(ours, bare, strict=True)]
         print(
