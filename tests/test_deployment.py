@@ -27,7 +27,7 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 UNITS = {path.stem: path.read_text("utf-8") for path in ROOT.glob("workers/*.service")}
 DOCKERFILE = (ROOT / "workers" / "Dockerfile").read_text("utf-8")
-KUBERNETES = ROOT / "workers" / "kubernetes"
+KUBERNETES = ROOT / "deploy" / "kubernetes"
 MANIFESTS = {
     (one["kind"], one["metadata"]["name"]): one
     for file in sorted(KUBERNETES.glob("*/*.yaml"))
@@ -37,7 +37,7 @@ MANIFESTS = {
 PODS = {
     name: one["spec"]["template"]["spec"] for (_, name), one in MANIFESTS.items() if "template" in one["spec"]
 }
-SLURM = ROOT / "workers" / "slurm"
+SLURM = ROOT / "deploy" / "slurm"
 OTHERS = {"redis", "prometheus", "grafana"}
 OWN_SERVICES = {name: service for name, service in SERVICES.items() if name not in OTHERS}  # run ddrl's image
 ELSEWHERE = {"HOME", "REDISCLI_AUTH", "MAXMEMORY", "FLOWER_BASIC_AUTH"}  # read by other programs
