@@ -172,7 +172,10 @@ def _blob(client: Redis, run: str, version: int) -> bytes:
     if (blob := weights.get(client, run, version)) is None:
         kept = sorted(weights.index(client, run).sizes)
         start = f"the newest of {len(kept)} kept are" if len(kept) > 12 else "kept are"
-        there = f"{start} {', '.join(map(str, kept[-12:]))}" if kept else "none is published yet"
+        there = "none is published yet"
+        if kept:
+            nearest = min(kept, key=lambda one: abs(one - version))
+            there = f"{start} {', '.join(map(str, kept[-12:]))}, the nearest is {nearest}"
         raise NoWeightsError(f"run {run}: no weights of version {version}; {there}")
     return blob
 

@@ -615,7 +615,7 @@ COMMANDS = (
     "logs",
     "journal",
     "compare",
-    "weights",
+    "versions",
     "audit",
     "schema",
     "presets",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ BY = " by the operator"  # the reason of a change of status
 
 def runs(
     number_of: Annotated[int, typer.Option("--last", "-n", min=1, help="Show the newest, so many.")] = 20,
+    tree: Annotated[bool, typer.Option("--tree", help="Show runs below those that they began from.")] = False,
     json_output: Json = False,
 ) -> None:
     """List the runs on the server, the newest last."""
@@ -28,6 +30,8 @@ def runs(
         known = store.names(client)
         now_s = store.server_ms(client) / 1e3
         rows = [row for run in known[-number_of:] if (row := describe(client, run, now_s)) is not None]
+    if tree:
+        rows = _as_tree(rows)
     if json_output:
         output.emit(rows)
         return
@@ -38,12 +42,29 @@ def runs(
     cells = []
     for row in rows:
         times = (duration(row["train_s"]), duration(now_s - row["created_s"]))
-        cells.append((*(row[name] for name in names), *times, row["reason"]))
+        shown = {**row, "run": "  " * row.get("depth", 0) + row["run"]}
+        cells.append((*(shown[name] for name in names), *times, row["reason"]))
     header = ("run", "status", "env", "env steps", "updates", "return", "train", "age", "reason")
     texts = ("run", "status", "env", "reason")
     output.table(header, cells, left=texts, optional=("reason", "updates", "age"))
     if len(known) > len(rows):
         output.note(f"{len(known) - len(rows)} older runs not shown; show all with -n {len(known)}")
+
+
+def _as_tree(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with their depth, each below the run that it began from."""
+    below: dict[str, list[dict[str, Any]]] = {}
+    known = {row["run"] for row in rows}
+    for row in rows:
+        parent = store.parent(row["from"])
+        below.setdefault(parent if parent in known else "", []).append(row)
+
+    def ordered(run: str, depth: int) -> Iterator[dict[str, Any]]:
+        for row in below.get(run, []):
+            yield {**row, "depth": depth}
+            yield from ordered(row["run"], depth + 1)
+
+    return list(ordered("", 0))
 
 
 def stop(run: Run = "last", json_output: Json = False) -> None:
@@ -100,6 +121,7 @@ def describe(client: Client, run: str, now_s: float) -> dict[str, Any] | None:
         "algorithm": algorithm,
         "env_steps": state.appended_steps,
         "return_mean": (state.evaluation or {}).get("return_mean"),
+        "from": state.warm or None,
         "train_s": state.train_s(now_s),
         "artifacts": state.folder,
     }

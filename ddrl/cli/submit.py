@@ -16,7 +16,7 @@ import typer
 from ddrl import config as configs
 from ddrl.cli import live, policies
 from ddrl.cli.format import counted, score
-from ddrl.cli.output import Client, Json, answer, emit, note, say, seconds, server, table
+from ddrl.cli.output import Client, Json, answer, emit, note, say, seconds, server, server_of, table
 from ddrl.runs import processes as local
 from ddrl.runs.prune import prune_embedded
 from ddrl.runs.records import summary
@@ -25,6 +25,10 @@ from ddrl.store import runs as store
 
 LEARNER_EXIT_S = 60.0  # for writing the run's folder after the run has ended
 
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="NAME=VALUE", help="Override, such as algorithm.gamma=0.98."),
+]
 Time = Annotated[str | None, typer.Option("--time", help="Stop after this long, such as 15m.")]
 WORKERS_HELP = "Rollout processes to start. Default: all cores but one with the embedded server, else none."
 Workers = Annotated[int | None, typer.Option("--workers", min=0, max=1024, help=WORKERS_HELP)]
@@ -35,10 +39,7 @@ Detach = Annotated[bool, typer.Option("--detach", help="Return at once; `ddrl wa
 
 def submit(
     config: Annotated[str, typer.Argument(help="YAML file, or name of a preset.", show_default=False)],
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", "-s", metavar="NAME=VALUE", help="Override, such as algorithm.gamma=0.98."),
-    ] = None,
+    set_: Set = None,
     time_: Time = None,
     workers: Workers = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,
@@ -89,6 +90,33 @@ def check_here(config: configs.RunConfig, num_workers: int, with_learner: bool) 
         from ddrl import trackers  # takes a second
 
         trackers.check(config)
+
+
+def branch(
+    target: Annotated[str, typer.Argument(metavar="RUN@VERSION", help="A number, best or latest.")],
+    set_: Set = None,
+    time_: Time = None,
+    workers: Workers = None,
+    with_learner: WithLearner = None,
+    detach: Detach = False,
+    json_output: Json = False,
+) -> None:
+    """Start a run that goes on from a version of another, with its settings, networks and optimizers."""
+    started = time.monotonic()
+    name, _, version = target.partition("@")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with server_of(name) as (client, parent):
+        number = policies.choose(client, parent, version or None)
+        tree = store.config(client, parent).model_dump(mode="json", by_alias=True)
+        options = [f"stop.time={time_}"] if time_ else []
+        config = configs.load(tree, [*(set_ or []), *options])
+        with_learner = starts_learner(with_learner, [config])
+        num_workers = num_workers_here(workers)
+        check_here(config, num_workers, with_learner)
+        runs = create_all(client, config, 1, f"{parent}@{number}", num_workers, parent=parent)
+        if detach:
+            return _detach(runs, num_workers, with_learner, json_output, "branched")
+        _attend(client, runs, num_workers, with_learner, json_output, started)
 
 
 def resume(
@@ -148,7 +176,7 @@ def create_all(
 
     Args:
         initial: policy that they begin with.
-        parent: run whose newest checkpoint they begin with, if it has one.
+        parent: run whose newest checkpoint they begin with, if it has one; then with the initial policy.
         num_workers: rollout processes that this command starts, beside those of the fleet.
     """
     from ddrl import envs
@@ -168,16 +196,16 @@ def create_all(
 
         with policies.opened(initial, None) as (source, _):
             weights = initial_weights(source, config, spaces)
-    elif parent is not None:
+    state: tuple[str, bytes] | None = None
+    if parent is not None:
         from ddrl.runs.initial_weights import learner_state
 
-        weights = learner_state(client, parent)
-    begins: Any = {"initial": weights, "with_state": parent is not None and weights is not None}
+        state = learner_state(client, parent)
     created: list[str] = []
     try:
         for seed in range(config.seed, config.seed + seeds):
             seeded = config.model_copy(update={"seed": seed})
-            created.append(submission.create(client, seeded, spaces, **begins))
+            created.append(submission.create(client, seeded, spaces, initial=weights, state=state))
     except BaseException:
         for run in created:
             store.set_status(client, run, "stopped", "not started: another run of its submission was refused")

@@ -113,9 +113,10 @@ class Learner:
         self.algorithm.from_policy = bool(source)
         if checkpoint is not None:
             self._load(state, counters, version)
-        elif (initial := runs.initial(self._client, self._run)) is not None:
+        if not shared.updates and (initial := runs.initial(self._client, self._run)) is not None:
             fresh = self.algorithm.load_initial_weights(decode_tensors(initial))
-            self.publisher.note("warm start", f"begins with {source}; {fresh}")
+            if checkpoint is None:
+                self.publisher.note("warm start", f"begins with {source}; {fresh}")
         shared.oldest = self._oldest()
         shared.count()
         # Off-policy, weights that an earlier learner published play better than untrained ones. On-policy, they are

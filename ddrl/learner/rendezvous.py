@@ -295,14 +295,14 @@ class Peer:
 def _restore(client: Redis, run: str, core: Core) -> bytes:
     """Load what the leader begins with; return the last entry that it has taken."""
     core.algorithm.from_policy = bool(runs.state(client, run).warm)
+    counters = Counters()
     if (found := checkpoints.load(client, run)) is not None:
         counters = Counters.decode(found[1])
         for _ in core.load(decode_tensors(found[0]), counters, version=counters.version):
             pass
-        return counters.cursor.encode()
-    if (initial := runs.initial(client, run)) is not None:
+    if not counters.updates and (initial := runs.initial(client, run)) is not None:
         core.algorithm.load_initial_weights(decode_tensors(initial))
-    return b"0-0"
+    return counters.cursor.encode()
 
 
 def _listen(address: str | None, host: str) -> tuple[str, socket.socket] | None:

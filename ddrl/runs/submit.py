@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -230,7 +231,7 @@ def create(
     spaces: EnvSpec,
     *,
     initial: tuple[str, bytes] | None = None,
-    with_state: bool = False,
+    state: tuple[str, bytes] | None = None,
 ) -> str:
     """Create the run: from now on learners and workers find it. Return its id.
 
@@ -239,7 +240,7 @@ def create(
         config: of the run.
         spaces: as `prepare` returned them.
         initial: name of the source of the initial weights, and the weights as safetensors; None: random weights.
-        with_state: `initial` has all of a learner's state, as of `initial_weights.learner_state`.
+        state: as of `initial_weights.learner_state`; initial weights replace those that it has.
 
     Raises:
         ConfigError: the server's memory cannot hold what the run may need, or it cannot give its durability.
@@ -249,9 +250,11 @@ def create(
         raise ConfigError(f"durability: {config.durability}, but {reason}, or use durability process")
     queues = envs.queue_for("ddrl.rollout", config), envs.queue_for("ddrl.evaluate", config)
     versions = requirements.run_versions(config)
-    return runs.create(
-        client, config, spaces, queues=queues, versions=versions, initial=initial, with_state=with_state
-    )
+    begins: Any = {"initial": initial, "state": state}
+    run = runs.create(client, config, spaces, queues=queues, versions=versions, **begins)
+    if state is not None:
+        runs.note(client, run, "warm start", f"begins with the networks and optimizers of {state[0]}")
+    return run
 
 
 def check_memory(client: Redis, config: RunConfig, *, run: str | None = None) -> None:

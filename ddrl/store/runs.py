@@ -156,7 +156,7 @@ def create(
     queues: tuple[str, str] = ("ddrl.rollout", "ddrl.evaluate"),
     versions: Mapping[str, str] | None = None,
     initial: tuple[str, bytes] | None = None,
-    with_state: bool = False,
+    state: tuple[str, bytes] | None = None,
 ) -> str:
     """Store a new active run and return its id: its name, time and seed, and four random hex digits.
 
@@ -167,7 +167,7 @@ def create(
         queues: where its rollouts and its evaluations wait.
         versions: of the packages that its environment runs with here.
         initial: source of the initial weights, and the weights as safetensors.
-        with_state: `initial` has all of a learner's state in place of weights; it is the run's first checkpoint.
+        state: source of the first checkpoint, and its tensors; initial weights replace those that it has.
     """
     run = f"{config.name}-{time.strftime('%m%d-%H%M%S')}-s{config.seed}-{secrets.token_hex(2)}"
     fields = {
@@ -178,16 +178,15 @@ def create(
         "queue": queues[0],
         "evaluation_queue": queues[1],
         "versions": json.dumps(dict(versions or {})),
-        "warm": initial[0] if initial is not None else "",
+        "warm": (initial or state or ("",))[0],
         "allowance": 0,
         "version": -1,
     }
-    weights = initial[1] if initial is not None else b""
-    if with_state:
-        pointer = checkpoints.store_parts(client, run, 0, 0, weights, asdict(checkpoints.Counters()))
-        fields["checkpoint"], weights = json.dumps(pointer), b""
+    if state is not None:
+        pointer = checkpoints.store_parts(client, run, 0, 0, state[1], asdict(checkpoints.Counters()))
+        fields["checkpoint"] = json.dumps(pointer)
     of_run = [key(run) for key in (keys.spec, keys.state, keys.journal, keys.initial)]
-    spec = config.model_dump_json(by_alias=True)
+    spec, weights = config.model_dump_json(by_alias=True), initial[1] if initial is not None else b""
     args = [run, spec, weights, fields["created_ms"], fields]
     call(client, "create_run", [*of_run, keys.RUNS, keys.OPEN], args)
     return run
@@ -346,6 +345,11 @@ def spaces(client: Redis, run: str) -> EnvSpec:
         return EnvSpec.from_json(json.loads(cast(bytes, raw)))
     except ValueError:
         raise StoreError(f"run {run}: was stored by another version of ddrl; submit it again") from None
+
+
+def parent(source: str | None) -> str:
+    """Return the run that a run's source names, such as "lunar-1@7" or "lunar-1, update 9"; "" for none."""
+    return re.split("[@,]", source or "")[0]
 
 
 def initial(client: Redis, run: str) -> bytes | None:

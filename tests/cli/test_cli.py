@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import commands
 from support.commands import call, call_json, refused
@@ -24,6 +25,7 @@ from support.store import LANDER, SPACES, add_history, end, ended, make_config, 
 import ddrl.cli
 from ddrl import config, policy
 from ddrl.cli import main, output, policies
+from ddrl.cli.versions import interval
 from ddrl.codec import CodecError
 from ddrl.envs import EnvError
 from ddrl.learner import run as runner
@@ -311,37 +313,55 @@ def test_versions(client: Any) -> None:
     assert policies.choose(client, run, "latest") == policies.choose(client, run, "v32") == 32
     for odd in ("\u00b2", "9" * 5000):
         assert "is neither a number, nor best, nor latest" in commands.refused("export", f"{run}@{odd}")
-    for command in (("export", f"{run}@17"), ("evaluate", f"{run}@17"), ("weights", "get", f"{run}@17")):
-        line = commands.refused(*command)
-        assert line == f"run {run}: no weights of version 17; kept are 0, 31, 32"
+    for command in ("export", "evaluate", "branch"):
+        line = commands.refused(command, f"{run}@17")
+        assert line == f"run {run}: no weights of version 17; kept are 0, 31, 32, the nearest is 31"
 
 
-def test_weights_are_listed_with_their_scores_and_written_to_files(client: Any) -> None:
+def test_versions_are_listed_with_their_scores(client: Any) -> None:
     run = make_run(client)
-    assert call_json("weights", "list") == []
-    line = commands.refused("weights", "best")
+    assert call_json("versions") == []
+    line = commands.refused("export", run)
     assert line == f"run {run}: has published no weights yet; wait for its first version"
-    line = commands.refused("weights", "last")
-    assert line == "Invalid value for 'action': 'last' is not one of 'list', 'get', 'best'."
-    line = commands.refused("weights", "list", "--output", "all.safetensors")
-    assert line == "--output and --force: are for `ddrl weights get`; remove them from list"
     token = add_history(client, run)
     weights.publish(client, run, token, version=32, blob=b"w", allowance=1, updates=7_700)
-    first, best, latest = call_json("weights", "list", run)
+    first, best, latest = call_json("versions", run)
     assert [row["version"] for row in (first, best, latest)] == [0, 31, 32]
     assert (first["updates"], first["bytes"], first["episodes"], first["return_mean"]) == (0, 1, 0, None)
-    assert first["kept_as"] == ["newest 10", "every 100"]
+    assert first["kept_as"] == ["newest 10", "every 100"] and first["interval"] is None
     assert (best["updates"], best["episodes"], best["kept_as"]) == (7_600, 40, ["best", "newest 10"])
-    assert best["return_mean"] == pytest.approx(203.2, abs=0.1) and 0 < best["return_std"] < 10
+    low, high = best["interval"]
+    assert (
+        best["return_mean"] == pytest.approx(203.2, abs=0.1) and 200 < low < best["return_mean"] < high < 206
+    )
     assert 0 <= latest["age_s"] < 60 and abs(latest["published_s"] - time.time()) < 60
-    assert call_json("weights", "best")["version"] == 31 and call_json("weights", "best")["episodes"] == 40
-    header, *rows = call("weights", "list").splitlines()
-    assert header.split() == ["version", "age", "updates", "size", "return", "episodes", "kept", "as"]
-    assert len(rows) == 3 and rows[1].split()[-3:] == ["best,", "newest", "10"] and "±" in rows[1]
-    written = call_json("weights", "get", f"{run}@31", "--output", "best.safetensors")
-    assert (written["version"], written["path"]) == (31, "best.safetensors")
-    metadata = weights.weights_metadata(Path("best.safetensors").read_bytes())
-    assert (metadata["format"], metadata["run"], metadata["version"]) == (policy.FORMAT, run, "31")
+    header, *rows = call("versions").splitlines()
+    names = ["version", "age", "updates", "size", "return", "95", "%", "interval", "episodes", "kept", "as"]
+    assert header.split() == names
+    assert len(rows) == 3 and rows[1].split()[-3:] == ["best,", "newest", "10"] and " to " in rows[1]
+
+
+def test_intervals_are_those_of_the_mean() -> None:
+    draw = np.random.default_rng(3)
+    covered = 0
+    for _ in range(200):
+        low, high = interval(list(draw.normal(5.0, 2.0, 30))) or (0.0, 0.0)
+        covered += low <= 5.0 <= high
+    assert 180 <= covered <= 198 and interval([1.0]) is None
+
+
+def test_runs_are_shown_below_those_they_began_from(client: Any) -> None:
+    first, other = make_run(client), make_run(client)
+    for place, source in enumerate((f"{first}@3", f"{first}, update 9", "elsewhere@1")):
+        runs.create(client, runs.config(client, first), runs.spaces(client, first), initial=(source, b"w"))
+        time.sleep(0.01)
+    third, fourth, fifth = runs.names(client)[2:]
+    client.hset(keys.state(fourth), "warm", f"{third}@7")
+    rows = call_json("runs", "--tree")
+    assert [(row["run"], row["depth"]) for row in rows] == [
+        (first, 0), (third, 1), (fourth, 2), (other, 0), (fifth, 0)
+    ]  # fmt: skip
+    assert [line.index("lunar-") for line in call("runs", "--tree").splitlines()[1:]] == [0, 2, 4, 0, 0]
 
 
 def test_export_does_not_overwrite(lander: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

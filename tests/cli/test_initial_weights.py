@@ -180,7 +180,7 @@ def test_a_run_goes_on_from_another_ones_learner(server: PrivateServer, config: 
     learner.finish()  # saves a checkpoint
     begin = learner_state(server.client, before.id)
     assert begin is not None and begin[0] == f"{before.id}, update {learner.shared.updates}"
-    run = start(server.client, config, initial=begin, with_state=True)
+    run = start(server.client, config, state=begin)
     after = Run(server, run=run)
     follower = after.learner()
     try:
@@ -201,6 +201,40 @@ def test_a_run_goes_on_from_another_ones_learner(server: PrivateServer, config: 
     again.finish()
     assert again.shared.updates >= 3
     after.audit()
+
+
+def test_a_branch_has_the_policy_of_its_version_and_the_rest_of_the_checkpoint(server: PrivateServer) -> None:
+    client, before = server.client, Run(server, target_config(**LEFT))
+    learner = before.learner()
+    with training(learner), playing(server.url, before.id):
+        until(lambda: learner.shared.updates >= 20)
+    learner.finish()
+    options = ("-s", "algorithm.learning_rate=1e-4", "-s", "stop.time=5m")
+    run = call_json("branch", f"{before.id}@0", *DETACHED, *options)["run"]
+    config = runs.config(client, run)
+    assert config.algorithm["learning_rate"] == 1e-4 and config.stop.time == 300
+    assert (
+        config.env == runs.config(client, before.id).env and runs.state(client, run).warm == f"{before.id}@0"
+    )
+    follower = Run(server, run=run).learner()
+    try:
+        np.testing.assert_equal(published(client, run, 0), published(client, before.id, 0))
+        there, here = learner.algorithm.state(), follower.algorithm.state()
+        same = {name for name in there if torch.equal(there[name], here[name])}
+        assert {name for name in there.keys() - same if not name.startswith("actor")} <= {
+            "num_updates",
+            "log_temperature",
+        }
+        assert [name for name in there.keys() - same if name.startswith("actor")]
+        reasons = [row["reason"] for row in runs.journal(client, run)[0] if row["event"] == "warm start"]
+        assert reasons == [
+            f"begins with the networks and optimizers of {before.id}, update {learner.shared.updates}"
+        ]
+    finally:
+        follower.finish()
+    assert "spaces" in refused(
+        "branch", f"{before.id}@0", *DETACHED, "-s", "env.id=CartPole-v1", "-s", "env.num_envs=2"
+    )
 
 
 def test_the_command_refuses_in_one_line_and_creates_nothing(client: Redis, target_file: str) -> None:
