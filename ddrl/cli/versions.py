@@ -31,7 +31,7 @@ def versions(run: Run = "last", json_output: Json = False) -> None:
 
 
 def interval(returns: list[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean by the percentile bootstrap (Efron 1979); None of fewer than two episodes."""
+    """Return the 95 % interval of the mean, by the percentile bootstrap (Efron 1979); None of less than two."""
     if len(returns) < 2:
         return None
     drawn = np.random.default_rng(0).choice(returns, (RESAMPLES, len(returns)))
@@ -47,7 +47,11 @@ def _rows(client: Client, run: str) -> list[dict[str, Any]]:
     for place, version in enumerate(sorted(stored.sizes, reverse=True)):
         returns = [one for row in evaluated if row["version"] == version for one in row["returns"]]
         published_ms, updates = stored.published[version]
-        row = {"version": version, "published_s": published_ms and published_ms / 1e3, "updates": updates}
+        row: dict[str, Any] = {
+            "version": version,
+            "published_s": published_ms and published_ms / 1e3,
+            "updates": updates,
+        }
         row |= {"age_s": published_ms and (now_ms - published_ms) / 1e3, "bytes": stored.sizes[version]}
         mean = float(np.mean(returns)) if returns else None
         row |= {"return_mean": mean, "interval": interval(returns), "episodes": len(returns)}
