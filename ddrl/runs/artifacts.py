@@ -30,10 +30,8 @@ from ddrl.store.runs import UnknownRunError
 log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"  # its first line names the run
-EVERY_S, SHARE = (
-    10.0,
-    0.01,
-)  # of a running run: time between two updates, and part of all time that they take, at most
+EVERY_S = 10.0  # between two updates of a running run, at least
+SHARE = 0.005  # of all time, that the updates of a folder, or of a tracker, take at most
 ROWS_S, PICTURE_S = 0.1, 0.5  # taken for their costs before the first
 PARTING_S = 30.0  # waited for a write at the end
 
