@@ -138,7 +138,8 @@ def write_onnx(loaded: LoadedPolicy, path: Path, force: bool) -> Path:
     """
     from ddrl import onnx
 
-    return _write(path, f"{loaded.run}-v{loaded.version}.onnx", force, partial(onnx.save, loaded))
+    name = f"{Path(loaded.run).name}-v{loaded.version}.onnx"  # a file may name any run
+    return _write(path, name, force, partial(onnx.save, loaded))
 
 
 def _write(path: Path, name: str, force: bool, save: Callable[[Path], None]) -> Path:

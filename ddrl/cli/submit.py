@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,9 @@ from ddrl.runs.prune import prune_embedded
 from ddrl.runs.records import summary
 from ddrl.store import connection, machine
 from ddrl.store import runs as store
+
+if TYPE_CHECKING:
+    from ddrl.runs.initial_weights import LearnerState
 
 LEARNER_EXIT_S = 60.0  # for writing the run's folder after the run has ended
 
@@ -113,7 +116,10 @@ def branch(
         with_learner = starts_learner(with_learner, [config])
         num_workers = num_workers_here(workers)
         check_here(config, num_workers, with_learner)
-        runs = create_all(client, config, 1, f"{parent}@{number}", num_workers, parent=parent)
+        from ddrl.runs.initial_weights import learner_state
+
+        state = learner_state(client, parent)
+        runs = create_all(client, config, 1, f"{parent}@{number}", num_workers, state=state)
         if detach:
             return _detach(runs, num_workers, with_learner, json_output, "branched")
         _attend(client, runs, num_workers, with_learner, json_output, started)
@@ -170,13 +176,13 @@ def create_all(
     initial: str | None,
     num_workers: int,
     *,
-    parent: str | None = None,
+    state: LearnerState | None = None,
 ) -> list[str]:
     """Create a run per seed, starting at the config's own; or leave none active.
 
     Args:
         initial: policy that they begin with.
-        parent: run whose newest checkpoint they begin with, if it has one; then with the initial policy.
+        state: networks and optimizers that they begin with; an initial policy replaces theirs.
         num_workers: rollout processes that this command starts, beside those of the fleet.
     """
     from ddrl import envs
@@ -196,16 +202,16 @@ def create_all(
 
         with policies.opened(initial, None) as (source, _):
             weights = initial_weights(source, config, spaces)
-    state: tuple[str, bytes] | None = None
-    if parent is not None:
-        from ddrl.runs.initial_weights import learner_state
+    if state is not None:
+        from ddrl.runs.initial_weights import check_state
 
-        state = learner_state(client, parent)
+        check_state(state, config, spaces)
+    given = None if state is None else (state.source, state.blob)
     created: list[str] = []
     try:
         for seed in range(config.seed, config.seed + seeds):
             seeded = config.model_copy(update={"seed": seed})
-            created.append(submission.create(client, seeded, spaces, initial=weights, state=state))
+            created.append(submission.create(client, seeded, spaces, initial=weights, state=given))
     except BaseException:
         for run in created:
             store.set_status(client, run, "stopped", "not started: another run of its submission was refused")

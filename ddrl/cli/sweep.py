@@ -33,15 +33,21 @@ from ddrl.config import ConfigError, RunConfig, Section
 from ddrl.runs import processes as local
 from ddrl.store import checkpoints, evaluations
 from ddrl.store import runs as store
+from ddrl.store.connection import StoreError
 from ddrl.store.runs import UnknownRunError
 
 if TYPE_CHECKING:
     import optuna
 
+    from ddrl.runs.initial_weights import LearnerState
+
 POLL_S = 0.5
 FOLDER = Path("sweeps")
 RUN, SEARCH = "run", "search"  # attributes of a trial, and of the study
-PARENT, SPENT = "parent", "spent"  # of a trial that follows another: its run; env steps and seconds before
+PARENT, SPENT = (
+    "parent",
+    "spent",
+)  # of a trial that follows another: its run; what came before, by names of `stop`
 QUARTER = 0.25  # of the population is replaced, by a quarter
 FACTORS = (0.8, 1.25)  # by which options are perturbed
 
@@ -95,8 +101,11 @@ class Study(Section):
         given = self.model_fields_set
         if self.method == "trials" and "compare_every" in given:
             raise ValueError("compare_every: is for a population; set method to population, or remove it")
-        if self.method == "population" and (self.metric != "return" or "prune" in given or self.parallel < 2):
-            raise ValueError("method population: needs metric return, 2 or more in parallel, and no prune")
+        is_fit = self.metric == "return" and "prune" not in given and 1 < self.parallel < self.trials
+        if self.method == "population" and not is_fit:
+            raise ValueError(
+                "method population: needs metric return, no prune, 2 or more in parallel, and more trials than that"
+            )
         return self
 
     def base(self, options: Mapping[str, Any]) -> RunConfig:
@@ -260,44 +269,57 @@ class _Search:
                 yield self._begin()
             if not self._going:
                 return
-            for run in list(self._going):
-                yield self._look(run)
+            news = {run: self._read(run) for run in self._going}  # of all, before any are compared
+            for run, is_new in news.items():
+                yield self._look(run, is_new)
             time.sleep(POLL_S)
 
     def _left(self) -> int:
         """Return how many trials may begin; of a population the first members, and those that follow others."""
         names = [trial.state.name for trial in self._searched.get_trials(deepcopy=False)]
-        waiting = names.count("WAITING")
-        begun = len(names) - waiting
+        waiting, left = names.count("WAITING"), self._wanted.trials - len(names)
         if self._wanted.method == "population":
-            return waiting + max(0, self._wanted.parallel - begun)
-        return self._wanted.trials - begun
+            num_first = len(names) - waiting - names.count("FAIL")
+            return waiting + max(0, min(left, self._wanted.parallel - num_first))
+        return waiting + left
 
     def _begin(self) -> str:
         import optuna
 
         trial = self._searched.ask()
-        parent, spent = trial.user_attrs.get(PARENT), trial.user_attrs.get(SPENT, (0, 0.0))
+        parent = trial.user_attrs.get(PARENT)
         options = {option: _suggest(trial, option, values) for option, values in self._wanted.search.items()}
         shown = ", ".join(f"{name} {_short(value)}" for name, value in options.items())
+        config = self._wanted.base(options).model_copy(update={"name": f"{self._wanted.name}-{trial.number}"})
         try:
-            config = self._remaining(self._wanted.base(options), *spent)
-            config = config.model_copy(update={"name": f"{self._wanted.name}-{trial.number}"})
-            [run] = submit.create_all(self._client, config, 1, None, 0, parent=parent)
-        except ConfigError as error:  # values that cannot go together
+            config, state = self._following(config, trial, parent) if parent else (config, None)
+            [run] = submit.create_all(self._client, config, 1, None, 0, state=state)
+        except (ConfigError, StoreError) as error:  # values that cannot go together; the parent is gone
             self._searched.tell(trial, state=optuna.trial.TrialState.FAIL)
             return f"trial {trial.number}: {shown}: {error}"
         trial.set_user_attr(RUN, run)
         self._follow(trial, run)
         return f"trial {trial.number}: {run}: {shown}" + (f", from {parent}" if parent else "")
 
-    @staticmethod
-    def _remaining(config: RunConfig, steps: int, seconds: float) -> RunConfig:
-        """Return a config whose run ends where it would if what its parents spent were its own."""
-        stop = config.stop
-        env_steps = stop.env_steps and max(1, stop.env_steps - steps)
-        left = {"env_steps": env_steps, "time": stop.time and max(1.0, stop.time - seconds)}
-        return config.model_copy(update={"stop": stop.model_copy(update=left)})
+    def _following(
+        self, config: RunConfig, trial: optuna.Trial, parent: str
+    ) -> tuple[RunConfig, LearnerState]:
+        """Return the config of a trial that goes on from a run, where all that came before counts, and its state."""
+        from ddrl.algorithms import base
+        from ddrl.runs.initial_weights import learner_state
+
+        if (state := learner_state(self._client, parent)) is None:
+            raise ConfigError(f"{parent}: has no checkpoint any more")
+        before = trial.user_attrs[SPENT]
+        spent = {name: used + before.get(name, 0) for name, used in state.spent.items()}
+        trial.set_user_attr(SPENT, spent)
+        left = {name: max(1, total - spent[name]) for name, total in config.stop if name in spent and total}
+        algorithm = dict(config.algorithm)
+        own = base.config_class(algorithm["name"]).model_fields
+        if "critic_warmup_updates" in own and algorithm.get("form") != "sqn":
+            algorithm["critic_warmup_updates"] = 0  # they are not fresh
+        stop = config.stop.model_copy(update=left)
+        return config.model_copy(update={"stop": stop, "algorithm": algorithm}), state
 
     def _go_on(self, trial: optuna.Trial) -> str:
         """Go on with a trial of an earlier command, or end it if its run is gone."""
@@ -319,22 +341,25 @@ class _Search:
         if self._processes and not store.state(self._client, run).ended:
             self._processes.start_learner(run, Path("runs") / run)
 
-    def _look(self, run: str) -> str:
-        """Report the new evaluations of a run; return a line if its trial has ended, else an empty one."""
-        import optuna
-
-        trial, states = self._going[run], optuna.trial.TrialState
+    def _read(self, run: str) -> bool:
+        """Report the new evaluations of a run; return whether there are any."""
+        trial = self._going[run]
         results, self._cursors[run] = evaluations.results(self._client, run, self._cursors[run])
         for row in results:
-            self._best[run] = max(self._best[run], row["return_mean"])
+            mean = row["return_mean"]
+            self._best[run] = max(self._best[run], mean)
             if row["purpose"] == "watch" and self._wanted.metric == "return":
-                trial.report(row["return_mean"], row["env_steps"])
-                self._recent.setdefault(run, deque(maxlen=self._wanted.compare_every)).append(
-                    row["return_mean"]
-                )
+                trial.report(mean, row["env_steps"])
+                self._recent.setdefault(run, deque(maxlen=self._wanted.compare_every)).append(mean)
                 self._due[run] += 1
-        state = store.state(self._client, run)
-        if results and not state.outcome and self._lags(run, trial):
+        return bool(results)
+
+    def _look(self, run: str, is_new: bool) -> str:
+        """Stop a run that lags; return a line if its trial has ended, else an empty one."""
+        import optuna
+
+        trial, states, state = self._going[run], optuna.trial.TrialState, store.state(self._client, run)
+        if is_new and not state.outcome and self._lags(run, trial):
             change_status(self._client, run, "stopped")
             self._lagging.add(run)
         if not state.ended:
@@ -358,22 +383,25 @@ class _Search:
     def _is_replaced(self, run: str) -> bool:
         """Compare a run with the others; if it is among the worst, enqueue a trial that follows one of the best."""
         self._due[run] = 0
-        means = {one: statistics.fmean(self._recent[one]) for one in self._going if one in self._recent}
+        means = {
+            one: statistics.fmean(self._recent[one])
+            for one in self._going
+            if one in self._recent and not store.state(self._client, one).outcome
+        }
         order = sorted(means, key=means.__getitem__)
         num = max(1, round(QUARTER * len(order)))
         if run not in order[:num] or means[order[-num]] <= means[run]:
             return False
         draw = random.Random(f"{self._wanted.seed} {run}")
         parent = draw.choice(order[-num:])
-        if (pointer := checkpoints.newest_pointer(self._client, parent)) is None:
+        if checkpoints.newest_pointer(self._client, parent) is None:
             return False
         followed = self._going[parent]
-        steps, seconds = followed.user_attrs.get(SPENT, (0, 0.0))
-        spent = steps + pointer["meta"]["env_steps"], seconds + pointer["meta"]["elapsed_s"]
         params = {
             name: _perturbed(followed.params[name], values, draw)
             for name, values in self._wanted.search.items()
         }
+        spent = followed.user_attrs.get(SPENT, {})
         self._searched.enqueue_trial(params, user_attrs={PARENT: parent, SPENT: spent})
         return True
 
@@ -401,10 +429,16 @@ def _perturbed(value: Any, values: Range | list[Any], draw: random.Random) -> An
         texts = [json.dumps(one) for one in values]
         place = texts.index(value) + draw.choice((-1, 1))
         return texts[min(max(place, 0), len(texts) - 1)]
-    changed = min(max(value * draw.choice(FACTORS), values.low), values.high)
+    factor, step = draw.choice(FACTORS), values.step or (1 if isinstance(value, int) else None)
+    changed = value * factor
+    if step is not None:  # by one at least
+        moved = max(1, round(abs(changed - value) / step))
+        changed = value + math.copysign(moved * step, factor - 1)
+    within = min(max(changed, values.low), values.high)
     if values.step is not None:
-        changed = values.low + round((changed - values.low) / values.step) * values.step
-    return round(changed) if isinstance(value, int) else changed
+        most = math.floor((values.high - values.low) / step + 1e-9)
+        within = values.low + min(round((within - values.low) / step), most) * step
+    return round(within) if isinstance(value, int) else within
 
 
 def _rows(searched: optuna.Study) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ class Learner:
     # --- begin and end -------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Load the newest checkpoint, or else the run's initial weights; rebuild the replay; publish; start to read.
+        """Load the newest checkpoint, before the first update the initial weights; rebuild the replay; publish; read.
 
         Raises:
             LeaseLostError: another learner took over.

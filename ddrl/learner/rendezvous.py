@@ -166,7 +166,8 @@ class Peer:
         group = Group(token=token, number=secrets.token_hex(8), wanted=wanted, members=[self.id])
         since_s = learners.form(client, run, group)
         is_lost, self.is_lost = self.is_lost, False  # after a loss those count that were seen since
-        is_first = checkpoints.newest_pointer(client, run) is None
+        pointer = checkpoints.newest_pointer(client, run)
+        is_first = pointer is None or not pointer["meta"]["updates"]
         deadline = time.monotonic() + (GATHER_S if is_first else AGAIN_S)
         while True:
             found = learners.alive(client, run, since_s=since_s if is_lost else 0.0)

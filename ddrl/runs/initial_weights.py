@@ -6,6 +6,9 @@ learner's state starts fresh, and the run's journal says so; critics warm up bef
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -65,19 +68,45 @@ def initial_weights(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) ->
     return name, weights.encode_weights(source.weights)
 
 
-def learner_state(client: Redis, run: str) -> tuple[str, bytes] | None:
-    """Return the name of a run's newest checkpoint, and what a new run can go on from: networks and optimizers.
+@dataclass(frozen=True)
+class LearnerState:
+    """What a new run can go on from: a learner's networks and optimizers, without its replay.
 
-    The new run counts updates from 0, as its replay is empty. None: there is no checkpoint yet.
+    Attributes:
+        source: the run, and the update of its newest checkpoint.
+        blob: tensors as safetensors; updates count from 0, as the replay is empty.
+        spent: env_steps, updates and time (s) that it took.
     """
+
+    source: str
+    blob: bytes
+    spent: Mapping[str, float]
+
+
+def learner_state(client: Redis, run: str) -> LearnerState | None:
+    """Return the state of a run's learner at its newest checkpoint; None if it has none yet."""
     if (found := checkpoints.load(client, run)) is None:
         return None
-    blob, meta = found
-    state = weights.decode_weights(blob)
+    counters, state = checkpoints.Counters.decode(found[1]), weights.decode_weights(found[0])
     kept = {name: array for name, array in state.items() if not name.startswith(checkpoints.REPLAY)}
     if "num_updates" in kept:
         kept["num_updates"] = np.zeros_like(kept["num_updates"])
-    return f"{run}, update {meta['updates']}", weights.encode_weights(kept)
+    spent = {"env_steps": counters.env_steps, "updates": counters.updates, "time": counters.elapsed_s}
+    return LearnerState(f"{run}, update {counters.updates}", weights.encode_weights(kept), spent)
+
+
+def check_state(state: LearnerState, config: RunConfig, spaces: EnvSpec) -> None:
+    """Refuse a run whose learner cannot go on from a state.
+
+    Raises:
+        ConfigError: names what differs.
+    """
+    learner = base.resolve(config, spaces).learner(device=torch.device("cpu"), seed=config.seed)
+    arrays = weights.decode_weights(state.blob)
+    try:
+        learner.load_state({name: torch.from_numpy(array) for name, array in arrays.items()})
+    except ValueError as error:
+        raise ConfigError(f"{state.source}: has a learner of other settings ({error})") from None
 
 
 def _remedy(theirs: base.Resolved, ours: base.Resolved) -> str | None:

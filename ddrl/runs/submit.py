@@ -253,7 +253,9 @@ def create(
     begins: Any = {"initial": initial, "state": state}
     run = runs.create(client, config, spaces, queues=queues, versions=versions, **begins)
     if state is not None:
-        runs.note(client, run, "warm start", f"begins with the networks and optimizers of {state[0]}")
+        text = f"begins with the networks and optimizers of {state[0]}"
+        text += f", and the policy of {initial[0]}" if initial else ""
+        runs.note(client, run, "warm start", text)
     return run
 
 

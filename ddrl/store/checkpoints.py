@@ -115,11 +115,16 @@ def save(client: Redis, run: str, token: int, blob: bytes, meta: Mapping[str, An
         old = part_keys(run, previous) if previous else []
         call(client, "flip_checkpoint", [keys.state(run), *old], [token, json.dumps(pointer)])
     except (StoreError, ResponseError):
-        stray = part_keys(run, Parts(token=token, number=number, parts=-(-len(blob) // PART_BYTES) or 1))
+        stray = part_keys(run, parts_of(blob, token=token, number=number))
         found = newest_pointer(client, run)  # a flip that was sent twice may have been refused once
         if found is None or part_keys(run, found) != stray:
             client.unlink(*stray)
         raise
+
+
+def parts_of(blob: bytes, *, token: int, number: int) -> Parts:
+    """Return how a checkpoint's parts are named."""
+    return Parts(token=token, number=number, parts=-(-len(blob) // PART_BYTES) or 1)
 
 
 def store_parts(

@@ -182,13 +182,21 @@ def create(
         "allowance": 0,
         "version": -1,
     }
-    if state is not None:
-        pointer = checkpoints.store_parts(client, run, 0, 0, state[1], asdict(checkpoints.Counters()))
-        fields["checkpoint"] = json.dumps(pointer)
     of_run = [key(run) for key in (keys.spec, keys.state, keys.journal, keys.initial)]
     spec, weights = config.model_dump_json(by_alias=True), initial[1] if initial is not None else b""
-    args = [run, spec, weights, fields["created_ms"], fields]
-    call(client, "create_run", [*of_run, keys.RUNS, keys.OPEN], args)
+    parts: list[str] = []
+    try:
+        if state is not None:
+            counters = asdict(checkpoints.Counters())
+            parts = checkpoints.part_keys(run, checkpoints.parts_of(state[1], token=0, number=0))
+            pointer = checkpoints.store_parts(client, run, 0, 0, state[1], counters)
+            fields["checkpoint"] = json.dumps(pointer)
+        args = [run, spec, weights, fields["created_ms"], fields]
+        call(client, "create_run", [*of_run, keys.RUNS, keys.OPEN], args)
+    except BaseException:
+        if parts:
+            client.unlink(*parts)
+        raise
     return run
 
 

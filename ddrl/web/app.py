@@ -228,7 +228,9 @@ class _Pages:
         )
 
     def policy(self, request: Request, session: Session | None) -> Response:
-        """Send a version as `ddrl export` writes it."""
+        """Send a version as `ddrl export` writes it, to who may export."""
+        if not self._controls or session is None:
+            return self._problem(request, 403, "whoever exports has to log in to `ddrl web --control`")
         run = output.resolve(self._client, request.path_params["run"])
         version = policies.choose(self._client, run, request.query_params.get("version") or None)
         with tempfile.TemporaryDirectory() as folder:

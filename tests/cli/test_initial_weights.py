@@ -179,8 +179,9 @@ def test_a_run_goes_on_from_another_ones_learner(server: PrivateServer, config: 
         until(lambda: learner.shared.updates >= 20)
     learner.finish()  # saves a checkpoint
     begin = learner_state(server.client, before.id)
-    assert begin is not None and begin[0] == f"{before.id}, update {learner.shared.updates}"
-    run = start(server.client, config, state=begin)
+    assert begin is not None and begin.source == f"{before.id}, update {learner.shared.updates}"
+    assert begin.spent["updates"] == learner.shared.updates
+    run = start(server.client, config, state=(begin.source, begin.blob))
     after = Run(server, run=run)
     follower = after.learner()
     try:
@@ -188,7 +189,10 @@ def test_a_run_goes_on_from_another_ones_learner(server: PrivateServer, config: 
         assert there.keys() == here.keys() and int(there["num_updates"]) >= 20
         for name in there.keys() - {"num_updates"}:
             assert torch.equal(there[name], here[name]), name
-        assert follower.shared.updates == follower.algorithm.num_updates == 0 and after.state.warm == begin[0]
+        assert (
+            follower.shared.updates == follower.algorithm.num_updates == 0
+            and after.state.warm == begin.source
+        )
         np.testing.assert_equal(
             published(server.client, run, 0),
             {name: value.numpy() for name, value in learner.algorithm.weights().items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,34 @@ def test_the_worst_of_a_population_go_on_from_the_best(server: Any, tmp_path: Pa
             min(before * 1.25, 1e-2)
         )
         assert runs.state(server.client, row["run"]).warm.startswith(f"{row['from']}, update ")
-        assert runs.config(server.client, row["run"]).stop.time < 40
+        stored = runs.config(server.client, row["run"])
+        assert stored.stop.time < 40 and stored.algorithm["critic_warmup_updates"] == 0
     assert report["best"]["value"] == max(row["value"] for row in rows.values() if row["value"] is not None)
+
+
+@pytest.mark.parametrize(
+    ("values", "value"),
+    [
+        ({"low": 1, "high": 3}, 1), ({"low": 1, "high": 3}, 3), ({"low": 1, "high": 8, "step": 4}, 5),
+        ({"low": 0.1, "high": 0.5, "step": 0.1}, 0.3), ({"low": 1e-5, "high": 1e-2, "log": True}, 1e-2),
+        ([[16], [32], [64]], "[32]"), ([[16], [32]], "[16]"),
+    ],
+)  # fmt: skip
+def test_perturbed_values_are_near_and_allowed(values: Any, value: Any) -> None:
+    from ddrl.cli import sweep as command
+
+    searched = values if isinstance(values, list) else command.Range(**values)
+    found = {command._perturbed(value, searched, random.Random(seed)) for seed in range(40)}
+    assert found - {value}, "it never moves"
+    if isinstance(values, list):
+        assert found <= {json.dumps(one) for one in values}
+        return
+    for one in found:
+        assert values["low"] <= one <= values["high"] and type(one) is type(value)
+        if step := values.get("step"):
+            assert (one - values["low"]) / step == pytest.approx(round((one - values["low"]) / step))
+        elif isinstance(value, float):
+            assert one == value or one / value == pytest.approx(0.8) or one / value == pytest.approx(1.25)
 
 
 def test_a_killed_sweep_goes_on_with_its_runs(server: Any, tmp_path: Path) -> None:
@@ -134,6 +161,7 @@ def test_a_killed_sweep_goes_on_with_its_runs(server: Any, tmp_path: Path) -> No
         ({"method": "population"}, "algorithm.gamma: cannot change"),
         ({"method": "population", "prune": True}, "no prune"),
         ({"method": "population", "parallel": 1}, "2 or more in parallel"),
+        ({"method": "population", "parallel": 4, "trials": 4}, "more trials than that"),
     ],
 )
 def test_what_cannot_be_tried_is_refused(

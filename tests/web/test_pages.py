@@ -276,6 +276,7 @@ def test_a_policy_is_exported(client: Redis, serve: Callable[..., Visitor]) -> N
     ]
     assert visitor.post(f"/runs/{run}/export", form | {"version": "x"}).code == 400
     assert visitor.get(f"/runs/{run}/policy?version=7").code == 400  # it is not kept
+    assert serve().get(f"/runs/{run}/policy").code == 403
 
 
 @pytest.mark.parametrize("harm", ["no session", "stale session", "another site", "no token", "only shows"])
