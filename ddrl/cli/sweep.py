@@ -429,13 +429,12 @@ def _perturbed(value: Any, values: Range | list[Any], draw: random.Random) -> An
         texts = [json.dumps(one) for one in values]
         place = texts.index(value) + draw.choice((-1, 1))
         return texts[min(max(place, 0), len(texts) - 1)]
-    factor, step = draw.choice(FACTORS), values.step or (1 if isinstance(value, int) else None)
+    factor, step = draw.choice(FACTORS), values.step or (1 if isinstance(value, int) else 0)
     changed = value * factor
-    if step is not None:  # by one at least
-        moved = max(1, round(abs(changed - value) / step))
-        changed = value + math.copysign(moved * step, factor - 1)
+    if step:  # by one at least
+        changed = value + math.copysign(max(1, round(abs(changed - value) / step)) * step, factor - 1)
     within = min(max(changed, values.low), values.high)
-    if values.step is not None:
+    if step:
         most = math.floor((values.high - values.low) / step + 1e-9)
         within = values.low + min(round((within - values.low) / step), most) * step
     return round(within) if isinstance(value, int) else within

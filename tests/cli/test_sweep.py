@@ -158,7 +158,7 @@ def test_a_killed_sweep_goes_on_with_its_runs(server: Any, tmp_path: Path) -> No
         ({"metric": "time", "options": {"stop.return": None}}, "stop.return"),
         ({"storage": "nosuch://x"}, "cannot be used"),
         ({"compare_every": 2}, "set method to population"),
-        ({"method": "population"}, "algorithm.gamma: cannot change"),
+        ({"method": "population", "trials": 3}, "algorithm.gamma: cannot change"),
         ({"method": "population", "prune": True}, "no prune"),
         ({"method": "population", "parallel": 1}, "2 or more in parallel"),
         ({"method": "population", "parallel": 4, "trials": 4}, "more trials than that"),
