@@ -15,11 +15,13 @@ import math
 import random
 import statistics
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 import typer
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -466,30 +468,20 @@ def _keep_best(wanted: Study, searched: optuna.Study, folder: Path) -> dict[str,
         f"# {wanted.metric} {best['value']:.6g}: trial {best['trial']} of {wanted.name}, run {best['run']}\n"
     )
     (folder / "best.yaml").write_text(first + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-    _plot(wanted, rows, folder / "sweep.png")
+    _plot(wanted, searched, folder / "sweep.png")
     return best
 
 
-def _plot(wanted: Study, rows: list[dict[str, Any]], path: Path) -> None:
+def _plot(wanted: Study, searched: optuna.Study, path: Path) -> None:
     """Plot the results against each option."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    import matplotlib
+    from optuna.visualization.matplotlib import plot_slice
 
-    figure = Figure(figsize=(4 * len(wanted.search), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(wanted.search), sharey=True, squeeze=False)[0]
-    for axes, (option, values) in zip(panels, wanted.search.items(), strict=True):
-        found = [row["options"][option] for row in rows]
-        is_list = isinstance(values, list)
-        axes.scatter(
-            [_short(one) for one in found] if is_list else found, [row["value"] for row in rows], alpha=0.7
-        )
-        if isinstance(values, Range) and values.log:
-            axes.set_xscale("log")
-        axes.set_xlabel(option)
-        axes.grid(True, color="#e5e7eb", linewidth=0.8)
-    panels[0].set_ylabel(wanted.metric)
-    figure.savefig(path, dpi=110)
+    matplotlib.use("Agg")
+    warnings.simplefilter("ignore")  # it calls itself experimental
+    panels = np.ravel(plot_slice(searched, [*wanted.search], target_name=wanted.metric))
+    panels[0].figure.set_size_inches(4 * len(panels), 3.8)
+    panels[0].figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 def _short(value: Any) -> str:
