@@ -61,14 +61,11 @@ class Range(Section):
     high: int | float
     log: bool = False
     """Try small and large orders of magnitude alike."""
-    step: int | float | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Range:
-        if not self.low < self.high or (self.log and self.low <= 0) or (self.log and self.step is not None):
-            raise ValueError(
-                f"low {self.low}, high {self.high}: low is below high, with log above 0 and without step"
-            )
+        if not self.low < self.high or (self.log and self.low <= 0):
+            raise ValueError(f"low {self.low}, high {self.high}: low is below high, and with log above 0")
         return self
 
 
@@ -81,7 +78,7 @@ class Study(Section):
     options: dict[str, Any] = {}
     """Settings of all trials, by dotted names."""
     search: dict[str, Range | list[Any]] = Field(min_length=1)
-    """Option -> {low, high, log, step}, or a list of choices."""
+    """Option -> {low, high, log}, or a list of choices."""
     trials: int = Field(16, ge=1)
     parallel: int = Field(2, ge=1, le=256)
     """Runs at a time."""
@@ -418,11 +415,9 @@ class _Search:
 def _suggest(trial: optuna.Trial, option: str, values: Range | list[Any]) -> Any:
     if isinstance(values, list):  # as Optuna keeps no lists
         return json.loads(str(trial.suggest_categorical(option, [json.dumps(value) for value in values])))
-    bounds = (values.low, values.high)
-    if all(isinstance(bound, int) for bound in bounds):
-        return trial.suggest_int(option, *map(int, bounds), step=int(values.step or 1), log=values.log)
-    step = None if values.step is None else float(values.step)
-    return trial.suggest_float(option, *map(float, bounds), step=step, log=values.log)
+    bounds: Any = (values.low, values.high)
+    suggest: Any = trial.suggest_int if set(map(type, bounds)) == {int} else trial.suggest_float
+    return suggest(option, *bounds, log=values.log)
 
 
 def _perturbed(value: Any, values: Range | list[Any], draw: random.Random) -> Any:
@@ -431,15 +426,11 @@ def _perturbed(value: Any, values: Range | list[Any], draw: random.Random) -> An
         texts = [json.dumps(one) for one in values]
         place = texts.index(value) + draw.choice((-1, 1))
         return texts[min(max(place, 0), len(texts) - 1)]
-    factor, step = draw.choice(FACTORS), values.step or (1 if isinstance(value, int) else 0)
+    factor = draw.choice(FACTORS)
     changed = value * factor
-    if step:  # by one at least
-        changed = value + math.copysign(max(1, round(abs(changed - value) / step)) * step, factor - 1)
-    within = min(max(changed, values.low), values.high)
-    if step:
-        most = math.floor((values.high - values.low) / step + 1e-9)
-        within = values.low + min(round((within - values.low) / step), most) * step
-    return round(within) if isinstance(value, int) else within
+    if isinstance(value, int):  # by one at least
+        changed = min(math.floor(changed), value - 1) if factor < 1 else max(math.ceil(changed), value + 1)
+    return min(max(changed, values.low), values.high)
 
 
 def _rows(searched: optuna.Study) -> list[dict[str, Any]]:

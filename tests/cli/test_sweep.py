@@ -94,8 +94,8 @@ def test_the_worst_of_a_population_go_on_from_the_best(server: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("values", "value"),
     [
-        ({"low": 1, "high": 3}, 1), ({"low": 1, "high": 3}, 3), ({"low": 1, "high": 8, "step": 4}, 5),
-        ({"low": 0.1, "high": 0.5, "step": 0.1}, 0.3), ({"low": 1e-5, "high": 1e-2, "log": True}, 1e-2),
+        ({"low": 1, "high": 3}, 1), ({"low": 1, "high": 30}, 20),
+        ({"low": 1e-5, "high": 1e-2, "log": True}, 1e-2),
         ([[16], [32], [64]], "[32]"), ([[16], [32]], "[16]"),
     ],
 )  # fmt: skip
@@ -110,9 +110,7 @@ def test_perturbed_values_are_near_and_allowed(values: Any, value: Any) -> None:
         return
     for one in found:
         assert values["low"] <= one <= values["high"] and type(one) is type(value)
-        if step := values.get("step"):
-            assert (one - values["low"]) / step == pytest.approx(round((one - values["low"]) / step))
-        elif isinstance(value, float):
+        if isinstance(value, float):
             assert one == value or one / value == pytest.approx(0.8) or one / value == pytest.approx(1.25)
 
 
