@@ -170,3 +170,24 @@ def test_only_one_learner_holds_a_run_and_a_replaced_one_writes_nothing(client: 
     assert not client.exists(keys.lease(run))
     with pytest.raises(connection.LeaseLostError):
         leases.renew(client, run, old)  # also while nobody holds the run
+
+
+@pytest.mark.parametrize("fails_at", ["store_part", "create_run"])
+def test_a_run_that_is_not_created_leaves_no_checkpoint(
+    client: Redis, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    def call(client: Redis, script: str, *arguments: object, **options: object) -> object:
+        if script == fails_at and (script != "store_part" or client.keys("*checkpoint*")):
+            raise StoreError("the server is full")
+        return connection.call(client, script, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoints, "PART_BYTES", 10)
+    for module in (runs, checkpoints):
+        monkeypatch.setattr(module, "call", call)
+    with pytest.raises(StoreError, match="full"):
+        runs.create(client, make_config(), SPACES, state=("other, update 3", b"x" * 35))
+    assert client.keys("ddrl:*") == []
+    monkeypatch.undo()
+    run = runs.create(client, make_config(), SPACES, state=("other, update 3", b"x" * 35))
+    assert checkpoints.load(client, run)[0] == b"x" * 35  # type: ignore[index]
+    assert runs.state(client, run).warm == "other, update 3"
