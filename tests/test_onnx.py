@@ -32,7 +32,11 @@ MORE: dict[str, tuple[str, EnvSpec, Options]] = {
     "ppo images": ("ppo", STACKED, {"network": "nature", "hidden_sizes": (8,), "shared": True}),
     "r2d2 frames": ("r2d2", STACKED, {"network": "nature"}),
 }
-KINDS = {name: case for name, case in (CASES | MORE).items() if name != "own"}  # has no module
+OTHERS = {"own"} | {  # it has no module; to a policy these are as others here
+    *("sac fixed", "sac delayed", "sac prioritized", "sac dropout", "sac quantiles", "td3 prioritized"),
+    *("r2d2 rmsprop", "dqn soft", "impala adam"),
+}
+KINDS = {name: case for name, case in (CASES | MORE).items() if name not in OTHERS}
 
 
 def loaded(name: str, spec: EnvSpec, options: Options) -> policy.LoadedPolicy:
