@@ -34,7 +34,7 @@ MORE: dict[str, tuple[str, EnvSpec, Options]] = {
 }
 OTHERS = {"own"} | {  # it has no module; to a policy these are as others here
     *("sac fixed", "sac delayed", "sac prioritized", "sac dropout", "sac quantiles", "td3 prioritized"),
-    *("r2d2 rmsprop", "dqn soft", "impala adam"),
+    *("r2d2 rmsprop", "impala adam"),
 }
 KINDS = {name: case for name, case in (CASES | MORE).items() if name not in OTHERS}
 
