@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"  # its first line names the run
 EVERY_S = 10.0  # between two updates of a running run, at least
-SHARE = 0.005  # of all time, that the updates of a folder, or of a tracker, take at most
-ROWS_S, PICTURE_S = 0.1, 0.5  # taken for their costs before the first
+SHARE = 0.01  # of all time, that the updates of a folder, or of a tracker, take at most
 PARTING_S = 30.0  # waited for a write at the end
 
 
@@ -74,30 +73,31 @@ def _follow(run: str, token: int, folder: Path, stop: Event) -> None:
             history.add({"metrics": new.figures, "episodes": new.episodes})
             tables.add(new)
 
-        updates: dict[Callable[[], None], float] = {
-            add_rows: ROWS_S,
-            partial(_write_state, client, run, folder): PICTURE_S,
-        }
+        updates = add_rows, partial(_write_state, client, run, folder)
         repeat(updates, stop, f"{folder}: cannot be brought up to date")
 
 
-def repeat(updates: Mapping[Callable[[], None], float], stop: Event, failed: str) -> str:
+def repeat(updates: Sequence[Callable[[], None]], stop: Event, failed: str) -> str:
     """Make updates every EVERY_S until `stop` is set or the run is another's, in at most SHARE of this thread's time.
 
-    An update is due once all together, with its last cost, have taken no more. An outage is left to the learner to log.
+    Each has an equal part of it, and is due once it has taken no more, with its last cost. The first time, which imports
+    and opens what it needs, does not count. An outage is left to the learner to log.
 
     Args:
-        updates: each with the processor time that it is taken to cost before the first, in seconds.
+        updates: what to call.
         stop: ends it.
         failed: begins the warning about an update that fails, which is given once.
 
     Returns:
         The reason of the last warning.
     """
-    began, costs, spent_s, said = time.monotonic(), dict(updates), 0.0, ""
+    began, said = time.monotonic(), ""
+    costs: dict[Callable[[], None], float] = {}  # of the last time, in seconds of the processor
+    spent_s = dict.fromkeys(updates, 0.0)
     while not stop.wait(EVERY_S):
-        for update, cost_s in costs.items():
-            if spent_s + cost_s > SHARE * (time.monotonic() - began):
+        for update in updates:
+            due_s = SHARE / len(updates) * (time.monotonic() - began)
+            if spent_s[update] + costs.get(update, 0.0) > due_s:
                 continue
             at_s = time.thread_time()
             try:
@@ -110,8 +110,9 @@ def repeat(updates: Mapping[Callable[[], None], float], stop: Event, failed: str
                 if str(error) != said:
                     said = str(error)
                     log.warning("%s (%s); tries again", failed, said)
-            costs[update] = time.thread_time() - at_s
-            spent_s += costs[update]
+            took_s = time.thread_time() - at_s if update in costs else 0.0
+            costs[update] = took_s
+            spent_s[update] += took_s
     return said
 
 

@@ -31,7 +31,6 @@ from ddrl.store.local_checkpoints import write_whole
 log = logging.getLogger(__name__)
 
 MODULES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}  # tracker -> the package that it needs
-LOG_S = 0.1  # taken for the cost of the first report
 PARTING_S = 60.0  # waited for the last report
 Row = tuple[int, float, dict[str, float]]
 
@@ -112,7 +111,7 @@ def _follow(name: str, run: str, folder: Path, stop: Event) -> None:
             tracker[0].finish(records.read(client, run), folder)
 
     with contextlib.closing(connection.connect()) as client:
-        said = artifacts.repeat({tell: LOG_S}, stop, f"{run}: {name} cannot be told")
+        said = artifacts.repeat([tell], stop, f"{run}: {name} cannot be told")
         try:
             finish()
         except Exception as error:  # of a library, or an outage
