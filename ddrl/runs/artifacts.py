@@ -80,8 +80,8 @@ def _follow(run: str, token: int, folder: Path, stop: Event) -> None:
 def repeat(updates: Sequence[Callable[[], None]], stop: Event, failed: str) -> str:
     """Make updates every EVERY_S until `stop` is set or the run is another's, in at most SHARE of this thread's time.
 
-    Each has an equal part of it, and is due once it has taken no more, with its last cost. The first time, which imports
-    and opens what it needs, does not count. An outage is left to the learner to log.
+    Each has an equal part of it, and is due once it has taken no more, with its last cost. The first time, which
+    imports and opens what it needs, does not count. An outage is left to the learner to log.
 
     Args:
         updates: what to call.
