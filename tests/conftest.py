@@ -109,3 +109,22 @@ def _end_embedded() -> None:
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
+
+
+WAITING = (
+    "faults",
+    "test_docs.py",
+    "test_deployment.py",
+    "test_end_to_end.py",
+    "test_sweep.py",
+)  # long, mostly idle
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with tests that wait, in each process's share of the tests: else the last of them are waited for alone."""
+    num = getattr(config, "workerinput", {}).get("workercount", 1)
+    first = [item for item in items if {item.path.name, item.path.parent.name} & {*WAITING}]
+    others = [item for item in items if item not in set(first)]
+    size = -(-len(others) // num)
+    shares = ([*first[k::num], *others[k * size : (k + 1) * size]] for k in range(num))
+    items[:] = [item for share in shares for item in share]
