@@ -235,9 +235,8 @@ def test_a_branch_has_the_policy_of_its_version_and_the_rest_of_the_checkpoint(
         }  # these are the version's; critics the checkpoint's
         assert [name for name in there.keys() - same if name.startswith("actor")]
         reasons = [row["reason"] for row in runs.journal(client, run)[0] if row["event"] == "warm start"]
-        assert reasons == [
-            f"begins with the networks and optimizers of {before.id}, update {learner.shared.updates}"
-        ]
+        where = f"{before.id}, update {learner.shared.updates}, and the policy of {before.id}@0"
+        assert reasons == [f"begins with the networks and optimizers of {where}"]
     finally:
         follower.finish()
     other = refused("branch", f"{before.id}@0", *DETACHED, "-s", "env.id=Pendulum-v1")

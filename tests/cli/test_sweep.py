@@ -62,7 +62,7 @@ LIVE = {"algorithm.learning_rate": {"low": 1e-6, "high": 1e-2, "log": True}}
 
 
 def test_the_worst_of_a_population_go_on_from_the_best(server: Any, tmp_path: Path) -> None:
-    options = {"stop.return": None, "stop.time": "40s", "evaluation.every_s": 0.5, "evaluation.near": 0}
+    options = {"stop.return": None, "stop.time": "20s", "evaluation.every_s": 0.5, "evaluation.near": 0}
     path = study(
         tmp_path,
         search=LIVE,
@@ -87,7 +87,7 @@ def test_the_worst_of_a_population_go_on_from_the_best(server: Any, tmp_path: Pa
         )
         assert runs.state(server.client, row["run"]).warm.startswith(f"{row['from']}, update ")
         stored = runs.config(server.client, row["run"])
-        assert stored.stop.time < 40 and stored.algorithm["critic_warmup_updates"] == 0
+        assert stored.stop.time < 20 and stored.algorithm["critic_warmup_updates"] == 0
     assert report["best"]["value"] == max(row["value"] for row in rows.values() if row["value"] is not None)
 
 
