@@ -74,7 +74,7 @@ run $(PRESETS:%=run_%): $(STAMP)
 
 # Tests mostly wait, so more of them than cores run side by side; JOBS=0 runs them one after another.
 test: $(STAMP)
-	@$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
+	@$(VENV)/bin/python -m pytest -m "not long" --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 faults: $(STAMP)
 	@DDRL_FAULT_BOUNDS=exact $(VENV)/bin/python -m pytest -m faults --numprocesses 2 --dist worksteal $(ARGS)

@@ -405,6 +405,7 @@ def test_kustomize_builds_them(folder: str) -> None:
     assert ("nvidia.com/gpu" in limits) is (folder == "gpu")
 
 
+@pytest.mark.long
 def test_the_batch_scripts_train_a_run_and_end_together(processes: Processes) -> None:
     """As Slurm starts them, on this machine: `srun` only runs its command."""
     home = processes.folder

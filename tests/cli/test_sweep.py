@@ -61,6 +61,7 @@ def test_the_best_of_some_trials(server: Any, tmp_path: Path) -> None:
 LIVE = {"algorithm.learning_rate": {"low": 1e-6, "high": 1e-2, "log": True}}
 
 
+@pytest.mark.long
 def test_the_worst_of_a_population_go_on_from_the_best(server: Any, tmp_path: Path) -> None:
     options = {"stop.return": None, "stop.time": "20s", "evaluation.every_s": 0.5, "evaluation.near": 0}
     path = study(
