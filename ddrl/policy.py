@@ -67,7 +67,7 @@ class LoadedPolicy:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What a file holds beside the weights."""
+        """Facts that a file holds beside the weights, by name."""
         return _metadata(self.run, self.version, self.config, self.spaces)
 
     def make_env(self, render_mode: str | None = None) -> gymnasium.Env[Any, Any]:

@@ -85,7 +85,7 @@ class Study(Section):
     method: Literal["trials", "population"] = "trials"
     """Each by itself, or a population whose worst members go on from the best ones, with perturbed live options."""
     compare_every: int = Field(5, ge=1)
-    """Of a population: evaluations of a member between two comparisons; their mean counts."""
+    """Evaluations of a member between two comparisons in a population; their mean counts."""
     metric: Literal["return", "time"] = "return"
     """The best evaluation's mean return, or the seconds of training until the target is confirmed."""
     sampler: Literal["tpe", "random"] = "tpe"

@@ -70,7 +70,7 @@ def initial_weights(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) ->
 
 @dataclass(frozen=True)
 class LearnerState:
-    """What a new run can go on from: a learner's networks and optimizers, without its replay.
+    """A learner's networks and optimizers without its replay, from which a new run can go on.
 
     Attributes:
         source: the run, and the update of its newest checkpoint.
