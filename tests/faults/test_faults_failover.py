@@ -18,6 +18,7 @@ from ddrl.store import connection, ledger, runs
 pytestmark = pytest.mark.faults
 
 
+@pytest.mark.long
 def test_failovers_lose_nothing_that_a_replica_has_confirmed(tmp_path: Path) -> None:
     require_program()
     with contextlib.ExitStack() as stack:

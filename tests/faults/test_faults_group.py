@@ -35,6 +35,7 @@ def learning(fleet: Fleet) -> list[Process]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_learners_of_a_group_killed_at_random(fleet: Fleet) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")

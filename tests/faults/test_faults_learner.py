@@ -26,6 +26,7 @@ PAUSE_S = 4.0 if EXACT else 2.0  # while there is no room
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_learners_killed_at_random_points(fleet: Fleet) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
