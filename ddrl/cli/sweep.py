@@ -46,10 +46,8 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 FOLDER = Path("sweeps")
 RUN, SEARCH = "run", "search"  # attributes of a trial, and of the study
-PARENT, SPENT = (
-    "parent",
-    "spent",
-)  # of a trial that follows another: its run; what came before, by names of `stop`
+# Attributes of a trial that follows another: its run; what was spent before, by the names of `stop`.
+PARENT, SPENT = "parent", "spent"
 QUARTER = 0.25  # of the population is replaced, by a quarter
 FACTORS = (0.8, 1.25)  # by which options are perturbed
 

@@ -23,15 +23,15 @@ def versions(run: Run = "last", json_output: Json = False) -> None:
     cells = []
     for row in rows:
         low, high = row["interval"] or (None, None)
-        interval = "" if low is None else f"{number(low)} to {number(high)}"
-        figures = (duration(row["age_s"]), row["updates"], size(row["bytes"]), row["return_mean"], interval)
+        between = "" if low is None else f"{number(low)} to {number(high)}"
+        figures = (duration(row["age_s"]), row["updates"], size(row["bytes"]), row["return_mean"], between)
         cells.append((str(row["version"]), *figures, row["episodes"], ", ".join(row["kept_as"])))
     header = ("version", "age", "updates", "size", "return", "95 % interval", "episodes", "kept as")
     table(header, cells, left=("kept as",), optional=("size", "age"))
 
 
 def interval(returns: list[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean, by the percentile bootstrap (Efron 1979); None of less than two."""
+    """Return the 95 % interval of the mean, by the percentile bootstrap (Efron 1979); None for fewer than two."""
     if len(returns) < 2:
         return None
     drawn = np.random.default_rng(0).choice(returns, (RESAMPLES, len(returns)))
