@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -22,6 +23,9 @@ from ddrl.store import runs
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "workers" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
+GUIDE = (ROOT / "docs" / "guide.md").read_text("utf-8")
+# What does not end, needs replicas of the server, or a game for an hour: other tests run these.
+ELSEWHERE = ("learner", "watch", "--watch", "web", "durability=replica", "asterix")
 
 
 def blocks(text: str, language: str = "") -> list[str]:
@@ -59,10 +63,10 @@ def test_these_checks_can_fail() -> None:
         group.resolve_command(typer.Context(group), ["status"])[1].make_context("status", ["--nope"])  # type: ignore[attr-defined]
 
 
-def shell(processes: Processes, url: str | None, line: str) -> str:
-    """Run a line of the tutorial that must succeed; runs are ended early."""
+def shell(processes: Processes, url: str | None, line: str, time: str = "8s") -> str:
+    """Run a line of a page that must succeed; runs are ended early."""
     if "ddrl submit" in line:
-        line += " -s stop.time=8s -s evaluation.confirm_episodes=0"
+        line = re.sub(r"--time \S+", "", line) + f" -s stop.time={time} -s evaluation.confirm_episodes=0"
     environment = processes.environment(url) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment["PYTHONPATH"] += f":{processes.folder}"
     done = subprocess.run(
@@ -125,3 +129,19 @@ def test_part_three_runs_as_it_stands(home: Path, processes: Processes) -> None:
         path.write_text(block)
     [line] = lines_of(3)
     assert "solved" in shell(processes, None, line.replace("-s stop.time=8s", ""))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/fleet.md"])
+def test_commands_of_other_pages_run(page: str, home: Path, processes: Processes) -> None:
+    [study] = [block for block in blocks(GUIDE, "yaml") if "search:" in block]
+    study = study.replace("trials: 16", "trials: 2").replace("stop.time: 3m", "stop.time: 5s")
+    (processes.folder / "study.yaml").write_text(study)
+    active = json.loads(shell(processes, None, "ddrl submit lunar --detach --json", "1h"))["run"]
+    try:
+        for words, is_whole in commands((ROOT / page).read_text("utf-8")):
+            if is_whole and not set(words) & set(ELSEWHERE):
+                named = [active if word == "RUN" or (words[0], word) == ("set", "last") else word for word in words]
+                shell(processes, None, shlex.join(["ddrl", *named]))
+    finally:
+        shell(processes, None, f"ddrl stop {active}")

@@ -45,6 +45,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "evaluate": ("Results", "evaluate", "Play a policy, here or on the run's fleet, and print its score."),
     "export": ("Results", "policies", "Write a policy to one file that plays anywhere."),
     "versions": ("Results", "versions", "List the versions that a run keeps, with their scores."),
+    "backfill": ("Results", "versions", "Evaluate versions that a run has kept, on its fleet."),
     "audit": ("Maintenance", "audit", "Check for each producer that every fragment is accounted for."),
     "delete": ("Maintenance", "runs", "Delete an ended run from the server."),
     "prune": ("Maintenance", "maintenance", "Delete ended runs by age or size, oldest first."),

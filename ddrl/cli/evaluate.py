@@ -237,43 +237,58 @@ class Scoring:
                 for chunk in (seeds[begin : begin + size] for begin in range(0, len(seeds), size))
             ]
             evaluations = OpenEvaluations(client, run, send=send, timeout_s=LOST_S)
-            try:
-                self._gather(evaluations, parts, count_processes)
-            finally:
-                with suppress(*connection.OUTAGES):
-                    evaluations.withdraw()
-        except connection.OUTAGES as error:
-            note(f"{connection.outage(error) or error}; playing the rest here")
-
-    def _gather(
-        self, evaluations: OpenEvaluations, parts: Sequence[Evaluation], count_processes: Callable[[], int]
-    ) -> None:
-        """Open some evaluations at a time, and collect results, until all have one or no worker is left."""
-        result_at = time.monotonic()
-        survey_at, most = result_at + SURVEY_S, min(self._num_processes, REQUESTS_AT_ONCE)
-        while parts or evaluations.pending:
-            room = most - len(evaluations.pending)
-            if some := parts[:room]:
-                parts = parts[room:]
-                connection.retry(partial(evaluations.open, some), timeout_s=OUTAGE_S)
-            for row in connection.retry(evaluations.poll, timeout_s=OUTAGE_S):
-                result_at = time.monotonic()
+            at_once = min(self._num_processes, REQUESTS_AT_ONCE)
+            for row in results(evaluations, parts, count_processes, at_once, "playing {} here"):
                 seeds = range(row["first_seed"], row["first_seed"] + row["num_episodes"])
                 self._num_on_fleet += len(seeds)
                 for episode in zip(seeds, row["returns"], row["lengths"], strict=True):
                     self._add(*episode)
                 self._add_metrics(row["metrics"])
+        except connection.OUTAGES as error:
+            note(f"{connection.outage(error) or error}; playing the rest here")
+
+
+def results(
+    evaluations: OpenEvaluations,
+    parts: Sequence[Evaluation],
+    count_processes: Callable[[], int],
+    at_once: int,
+    instead: str,
+) -> Iterator[dict[str, Any]]:
+    """Open some evaluations at a time, and yield their results, until all have one or no worker is left.
+
+    Args:
+        evaluations: of this command; withdrawn at the end.
+        parts: to open.
+        count_processes: returns how many can play them.
+        at_once: the most that are open.
+        instead: what happens to those that have no result, for the notes.
+    """
+    result_at = time.monotonic()
+    survey_at = result_at + SURVEY_S
+    try:
+        while parts or evaluations.pending:
+            room = at_once - len(evaluations.pending)
+            if some := parts[:room]:
+                parts = parts[room:]
+                connection.retry(partial(evaluations.open, some), timeout_s=OUTAGE_S)
+            for row in connection.retry(evaluations.poll, timeout_s=OUTAGE_S):
+                result_at = time.monotonic()
+                yield row
             for reason in evaluations.given_up.values():
-                note(f"a worker cannot play these episodes ({reason}); playing them here")
+                note(f"a worker cannot play these episodes ({reason}); {instead.format('them')}")
             if evaluations.given_up and time.monotonic() >= result_at + LOST_S:
                 return  # nobody plays
             evaluations.given_up.clear()
             if time.monotonic() >= survey_at:
                 if not count_processes():
-                    note("the fleet has gone; playing the rest here")
+                    note(f"the fleet has gone; {instead.format('the rest')}")
                     return
                 survey_at = time.monotonic() + SURVEY_S
             time.sleep(POLL_S)
+    finally:
+        with suppress(*connection.OUTAGES):
+            evaluations.withdraw()
 
 
 # --- video -----------------------------------------------------------------------------------------------

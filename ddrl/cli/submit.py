@@ -120,6 +120,7 @@ def branch(
 
         state = learner_state(client, parent)
         runs = create_all(client, config, 1, f"{parent}@{number}", num_workers, state=state)
+        prune(client)
         if detach:
             return _detach(runs, num_workers, with_learner, json_output, "branched")
         _attend(client, runs, num_workers, with_learner, json_output, started)

@@ -184,16 +184,18 @@ def read(path: Path) -> Study:
     from ddrl import envs
     from ddrl.runs import submit as submission
 
+    base = study.base({})
+    spaces = envs.describe(base.env)
     for option, values in study.search.items():
         for value in (values.low, values.high) if isinstance(values, Range) else values:
             try:
-                config = study.base({})
                 if study.method == "population":
-                    settings.change(config, envs.describe(config.env), {option: value})
-                submission.prepare(study.base({option: value}))
+                    settings.change(base, spaces, {option: value})
+                config = study.base({option: value})
+                submission.prepare(config, spaces if config.env == base.env else None)
             except (ConfigError, InputError) as error:
                 raise ConfigError(f"{path}: search: {error}") from None
-    if study.metric == "time" and study.base({}).stop.return_ is None:
+    if study.metric == "time" and base.stop.return_ is None:
         raise ConfigError(f"{path}: metric time: the config has no target; set stop.return")
     return study
 

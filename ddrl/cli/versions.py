@@ -1,62 +1,109 @@
-"""`ddrl versions`: the versions of a run's weights that the server keeps, and what they score."""
+"""`ddrl versions` and `ddrl backfill`: the versions of a run's weights that the server keeps, and what they score."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
 
-import numpy as np
+import typer
 
+from ddrl.cli import evaluate, submit
 from ddrl.cli.format import duration, number, size
-from ddrl.cli.output import Client, Json, Run, emit, server_of, table
-from ddrl.store import evaluations, runs, weights
+from ddrl.cli.output import Client, InputError, Json, Run, emit, note, progress, server_of, table
+from ddrl.runs import processes as local
+from ddrl.store import connection, runs, workers
+from ddrl.store.evaluations import OpenEvaluations
 
-RESAMPLES = 2_000
+READY_S = 60.0  # for workers that this command starts to be there
 
 
 def versions(run: Run = "last", json_output: Json = False) -> None:
     """List the versions that a run keeps, each with its score over all episodes that it was evaluated on."""
     with server_of(run) as (client, run):
-        rows = _rows(client, run)
+        _show(client, run, json_output)
+
+
+def backfill(
+    run: Run = "last",
+    every: Annotated[int, typer.Option(min=1, help="Each so many of the kept versions.")] = 1,
+    episodes: Annotated[
+        int | None,
+        typer.Option("--episodes", "-n", min=1, help="Of each. Default: as the run's evaluations."),
+    ] = None,
+    num_workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, max=1024, help="Processes to start. Default: none if others play."),
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Evaluate versions that a run has kept, on its fleet, for its curves and for `ddrl versions`."""
+    from ddrl import celery
+    from ddrl.runs.versions import to_evaluate
+
+    with server_of(run) as (client, run):
+        due = to_evaluate(client, run, every=every, num_episodes=episodes)
+        queue = runs.state(client, run).evaluation_queue
+        with local.Processes(Path("runs") / run) as processes:
+
+            def count_processes() -> int:
+                processes.check()
+                return sum(worker.processes for worker in workers.alive(client) if queue in worker.queues)
+
+            def send(message: str) -> None:
+                connection.retry(
+                    lambda: celery.send_evaluation(run, message, queue), timeout_s=evaluate.OUTAGE_S
+                )
+
+            if due:
+                _start(processes, count_processes, num_workers)
+            others = [name for name in runs.active_names(client) if runs.state(client, name).leased]
+            most = count_processes() // (4 if others else 1)  # of the fleet's, while others learn
+            at_once = min(max(1, most), evaluate.REQUESTS_AT_ONCE)
+            asked = OpenEvaluations(client, run, send=send, timeout_s=evaluate.LOST_S)
+            with progress("evaluated {:,} of {:,} versions", quiet=json_output) as show:
+                found = evaluate.results(asked, due, count_processes, at_once, "leaving out {}")
+                for done, row in enumerate(found, 1):
+                    asked.keep(row)
+                    show(done, len(due))
+        if not due and not json_output:
+            note(f"{run}: all of these versions have such an evaluation")
+        _show(client, run, json_output)
+
+
+def _start(processes: local.Processes, count_processes: Callable[[], int], wanted: int | None) -> None:
+    """Start the wanted processes, or where nobody evaluates those that this machine has; wait until they are there.
+
+    Raises:
+        InputError: nobody evaluates, and with a server that others run this command starts nothing by itself.
+    """
+    before = count_processes()
+    if wanted is None and before:
+        return
+    if not (num := submit.num_workers_here(wanted)):
+        raise InputError("backfill: nobody plays this run's evaluations; start workers, or add --workers 2")
+    processes.start_workers(0, num)
+    until = time.monotonic() + READY_S
+    while count_processes() < before + num:
+        if time.monotonic() >= until:
+            raise InputError(f"backfill: its workers did not start within {READY_S:.0f} s; see their log")
+        time.sleep(evaluate.POLL_S)
+
+
+def _show(client: Client, run: str, json_output: bool) -> None:
+    """Print the versions that are kept."""
+    from ddrl.runs.versions import rows
+
+    found = rows(client, run)
     if json_output:
-        emit(rows)
+        emit(found)
         return
     cells = []
-    for row in rows:
+    for row in found:
         low, high = row["interval"] or (None, None)
         between = "" if low is None else f"{number(low)} to {number(high)}"
         figures = (duration(row["age_s"]), row["updates"], size(row["bytes"]), row["return_mean"], between)
         cells.append((str(row["version"]), *figures, row["episodes"], ", ".join(row["kept_as"])))
     header = ("version", "age", "updates", "size", "return", "95 % interval", "episodes", "kept as")
     table(header, cells, left=("kept as",), optional=("size", "age"))
-
-
-def interval(returns: list[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean, by the percentile bootstrap (Efron 1979); None for fewer than two."""
-    if len(returns) < 2:
-        return None
-    drawn = np.random.default_rng(0).choice(returns, (RESAMPLES, len(returns)))
-    low, high = np.quantile(drawn.mean(axis=1), (0.025, 0.975))
-    return float(low), float(high)
-
-
-def _rows(client: Client, run: str) -> list[dict[str, Any]]:
-    """Return the versions that are kept, oldest first."""
-    stored, config = weights.index(client, run), runs.config(client, run).weights
-    now_ms, evaluated = runs.server_ms(client), evaluations.results(client, run)[0]
-    rows = []
-    for place, version in enumerate(sorted(stored.sizes, reverse=True)):
-        returns = [one for row in evaluated if row["version"] == version for one in row["returns"]]
-        published_ms, updates = stored.published[version]
-        row: dict[str, Any] = {
-            "version": version,
-            "published_s": published_ms and published_ms / 1e3,
-            "updates": updates,
-        }
-        row |= {"age_s": published_ms and (now_ms - published_ms) / 1e3, "bytes": stored.sizes[version]}
-        mean = float(np.mean(returns)) if returns else None
-        row |= {"return_mean": mean, "interval": interval(returns), "episodes": len(returns)}
-        reasons = {"best": version == stored.best, f"newest {config.keep_last}": place < config.keep_last}
-        reasons[f"every {config.keep_every}"] = version % config.keep_every == 0
-        kept_as = [reason for reason, holds in reasons.items() if holds] or ["until the next version"]
-        rows.append({**row, "kept_as": kept_as})
-    return rows[::-1]

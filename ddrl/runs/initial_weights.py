@@ -45,12 +45,12 @@ def initial_weights(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) ->
     theirs, ours = base.resolve(source.config, source.spaces), base.resolve(config, spaces)
     if _KINDS.get(theirs.name, theirs.name) != _KINDS.get(ours.name, ours.name):
         raise ConfigError(
-            f"--from {name}: is a policy of {theirs.name}, with which {ours.name} cannot begin; set algorithm.name="
-            f"{theirs.name}, or leave --from out"
+            f"{name}: is a policy of {theirs.name}, with which {ours.name} cannot begin; set algorithm.name="
+            f"{theirs.name}, or begin without it"
         )
     if config.rollout.random_until_learned:
         raise ConfigError(
-            f"rollout.random_until_learned: true would play at random instead of by --from {name}; remove it"
+            f"rollout.random_until_learned: true would play at random instead of by {name}; remove it"
         )
     remedy = _remedy(theirs, ours)
     fresh = ours.learner(device=torch.device("cpu"), seed=config.seed).weights()
@@ -61,10 +61,10 @@ def initial_weights(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) ->
     for tensor in (*here, *there):
         if there.get(tensor) != here.get(tensor):
             found, wanted = there.get(tensor, "missing"), here.get(tensor, "unknown")
-            remedy = remedy or "choose a policy of the same network, or leave --from out"
-            raise ConfigError(f"--from {name}: tensor {tensor} is {found} there and {wanted} here; {remedy}")
+            remedy = remedy or "choose a policy of the same network, or begin without it"
+            raise ConfigError(f"{name}: tensor {tensor} is {found} there and {wanted} here; {remedy}")
     if remedy is not None:
-        raise ConfigError(f"--from {name}: the same weights would be another policy here; {remedy}")
+        raise ConfigError(f"{name}: the same weights would be another policy here; {remedy}")
     return name, weights.encode_weights(source.weights)
 
 
@@ -116,13 +116,13 @@ def _remedy(theirs: base.Resolved, ours: base.Resolved) -> str | None:
         if there[name] != here[name]:
             return (
                 f"{theirs.spec.env_id} has {name} {there[name]}, {ours.spec.env_id} {here[name]}: "
-                "choose a policy of an environment with the same spaces, or leave --from out"
+                "choose a policy of an environment with the same spaces, or begin without it"
             )
     for name in _DECIDING:
         option, own = (getattr(each.config, name, None) for each in (theirs, ours))
         if option != own:
             value = list(option) if isinstance(option, tuple) else option
-            return f"set algorithm.{name}={value} as there, or leave --from out"
+            return f"set algorithm.{name}={value} as there, or begin without it"
     return None
 
 

@@ -95,9 +95,10 @@ class Processes:
         """Start a learner of one run, the first or a further one; its log goes to `folder`."""
         self._start("learner" if number == 1 else f"learner-{number}", ["learner", run], folder, run)
 
-    def start_workers(self, num_processes: int) -> None:
-        """Start a rollout worker of `num_processes`, and an evaluation worker of one."""
-        for name, role, num in (("rollout", "rollout", num_processes), ("evaluation", "evaluate", 1)):
+    def start_workers(self, num_players: int, num_evaluators: int = 1) -> None:
+        """Start a rollout worker of so many processes, if any, and an evaluation worker."""
+        roles = (("rollout", "rollout", num_players), ("evaluation", "evaluate", num_evaluators))
+        for name, role, num in roles if num_players else roles[1:]:
             self._start(name, ["worker", "--role", role, "--concurrency", str(num)], self._folder)
 
     def check(self) -> None:

@@ -27,18 +27,19 @@ FORMER_DEFAULTS = {"replay.warmup_steps": 1_000}
 CHECKPOINTS_BYTES = 64 * 1024**2
 
 
-def prepare(config: RunConfig, *, processes: int = 1) -> EnvSpec:
+def prepare(config: RunConfig, spaces: EnvSpec | None = None, *, processes: int = 1) -> EnvSpec:
     """Check that a run's settings fit together and to its environment; return the environment's spaces.
 
     Args:
         config: of the run.
+        spaces: of its environment; None: make it to find them.
         processes: the fewest that will play.
 
     Raises:
         EnvError: the environment cannot be made here, or lacks what an option needs.
         ConfigError: the algorithm cannot be used, or not with this environment, or settings contradict.
     """
-    spaces = envs.describe(config.env)
+    spaces = spaces or envs.describe(config.env)
     check(config, spaces, processes=processes)
     if config.replay.hindsight:
         find_goals(config.env)

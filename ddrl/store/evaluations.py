@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 TTL_S = 300  # a command's keys expire this long after its last poll
 MAX_LOSSES = 3  # losses after which a command's evaluation is given up
 ERROR_LENGTH = 300
-RESULTS_LENGTH = 10_000  # of a command that a look at them keeps
+RESULTS_LENGTH = 10_000  # of a run, or of a command, that are kept
 _Metric = Annotated[Name, Field(max_length=60)]  # name of one
 _PARTS = (":player", ":beats", ":error", ":done")
 
 _MESSAGE = re.compile(r"([0-9a-f]{16}/)?[0-9]{1,18}:[0-9]{1,18}:[0-9]{1,9}", re.ASCII)
 
 
-Purpose = Literal["watch", "confirm", "final", "request"]
+Purpose = Literal["watch", "confirm", "final", "backfill", "request"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,13 @@ class Evaluation:
     Attributes:
         version: of the weights.
         first_seed, num_episodes: seeds are first_seed, first_seed + 1, ...
-        purpose: "watch", "confirm" or "final" (of the best version, at the end) for the run's own, "request" for a
-            command's.
+        purpose: "watch", "confirm" or "final" (of the best version, at the end) for the run's own, "backfill" for one of
+            an older version that a command had played for the run, "request" for a command's own.
         num_envs: episodes side by side; None: as the run's config says.
         epsilon: share of random actions; None: the algorithm's.
         noop_max: idle frames at the start of ALE games; None: the run's.
         env_steps, updates: of the run when the version was chosen, for its curves.
+        at_ms: time by the server's clock that the result stands for, if it is earlier than the result.
     """
 
     version: Count
@@ -71,6 +72,7 @@ class Evaluation:
     noop_max: Annotated[int, Field(ge=0, le=1_000)] | None = None
     env_steps: Count = 0
     updates: Count = 0
+    at_ms: Count | None = None
 
     @property
     def id(self) -> str:
@@ -251,8 +253,7 @@ class OpenEvaluations:
                 del self._pending[item.evaluation.id]
             else:
                 self._close(item)
-            asked = item.evaluation
-            return row | {"purpose": asked.purpose, "env_steps": asked.env_steps, "updates": asked.updates}
+            return row | asdict(item.evaluation)
 
         rows, self._cursor = results(
             self._client, self._run, self._cursor, requester=self._requester, keep=close
@@ -276,6 +277,13 @@ class OpenEvaluations:
         self._write([evaluation])
         self._pending[evaluation.id] = _Pending(evaluation, is_sent=True, active_at=time.monotonic())
         finish(self._client, self._run, evaluation.id, evaluation, result)
+
+    def keep(self, row: dict[str, Any]) -> None:
+        """Store a result of a command's evaluation with those of the run."""
+        fields = {"result": json.dumps({name: x for name, x in row.items() if name != "time_s"})}
+        capped_streams.add(
+            self._client, self._run, keys.evaluations(self._run), length=RESULTS_LENGTH, **fields
+        )
 
     def withdraw(self) -> None:
         """Delete a command's evaluations and results (never a run's); their players stop within seconds."""
@@ -350,7 +358,8 @@ def results(
     requester: str = "",
     keep: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda row: row,
 ) -> tuple[list[dict[str, Any]], bytes]:
-    """Return results after an entry, oldest first, each with `time_s` (server's clock), and the last entry's id.
+    """Return results after an entry in their order, and the last entry's id; `time_s` (server's clock) is `at_ms`, or
+    when the result came.
 
     Entries that are not a complete result are logged and left out.
 
@@ -369,7 +378,8 @@ def results(
         except (KeyError, ValidationError):
             others.append(entry_id.decode())
         else:
-            if kept := keep({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **row}):
+            came_ms = int(entry_id.split(b"-")[0])
+            if kept := keep({"time_s": min(came_ms, row["at_ms"] or came_ms) / 1e3, **row}):
                 rows.append(kept)
     if others:
         text = "run %s: %d entries of evaluations are no results (%s, ...); left out"

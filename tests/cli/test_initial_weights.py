@@ -74,7 +74,7 @@ PIXELS = replace(DISCRETE, env_id="Bytes-v0", observation_dtype="uint8")
     ("theirs", "there", "ours", "here", "message"),
     [
         ({"name": "dqn"}, DISCRETE, {"name": "ppo"}, DISCRETE,
-         "is a policy of dqn, with which ppo cannot begin; set algorithm.name=dqn, or leave --from out"),
+         "is a policy of dqn, with which ppo cannot begin; set algorithm.name=dqn, or begin without it"),
         ({"name": "dqn", "hidden_sizes": [64, 32]}, DISCRETE, {"name": "dqn"}, DISCRETE,
          "is [64, 3] there and [128, 3] here; set algorithm.hidden_sizes=[64, 32] as there"),
         ({"name": "sac", "hidden_sizes": [16]}, CONTINUOUS, {"name": "sac", "hidden_sizes": [16, 16]}, CONTINUOUS,
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_named_with_the_remedy(
     with pytest.raises(ConfigError) as caught:
         initial_weights(loaded(theirs, there), run_config(ours), here)
     assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).startswith("--from other-1@7: ")
+    assert str(caught.value).startswith("other-1@7: ")
 
 
 def determined(client: Redis) -> str:
