@@ -23,15 +23,15 @@ import sys, time
 from ddrl import config, envs
 env = config.load(sys.argv[1]).env
 vector = envs.make_vector(env)
-vector.reset(seed=1)
-vector.action_space.seed(1)
+vector.reset(seed=range(vector.num_envs))
 import numpy as np
 generator = np.random.default_rng(1)
-low, high = vector.action_space.low, vector.action_space.high
+shape = (vector.num_envs, *vector.single_action_space.shape)
+low, high = vector.single_action_space.low, vector.single_action_space.high
 steps, started = 0, time.perf_counter()
 while (elapsed := time.perf_counter() - started) < float(sys.argv[2]):
     for _ in range(20):
-        vector.step(generator.uniform(low, high).astype(np.float32))
+        vector.step(generator.uniform(low, high, shape).astype(np.float32))
     steps += 20 * vector.num_envs
 print(steps / elapsed)
 """

@@ -2,7 +2,7 @@
 
 The format (number 1), readable from any language that has JSON and blosc2:
 
-* field `h`: JSON with format, run, producer, incarnation, seq, policy_version, T, N, C, checksum (zlib.crc32
+* field `h`: JSON with format, run, producer, incarnation, seq, policy_version, host, T, N, C, checksum (zlib.crc32
   over the compressed columns in the order of `columns`) and columns: a list of {name, dtype, shape, bytes}.
 * one field per column that is not empty, named like the column: one blosc2 chunk (`compress2`) of the
   little-endian values in C order; a bool is one byte, 0 or 1. A uint8 column [T, N, ...] of rank 4 or more
@@ -34,7 +34,7 @@ from ddrl.types import Fragment
 
 FORMAT = 1
 MAX_BYTES = 256 * 1024**2  # uncompressed, one fragment
-_MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 64 * 1024
 _MAX_COLUMNS = 64
 _MAX_RANK = 8
 _CHUNK_HEADER_BYTES = 32
@@ -66,6 +66,7 @@ _REQUIRED = {  # column -> its dtypes
 }
 _RECURRENT = {"memory_index": ("int32",), "memory": ("float16",)}  # extras that are no columns [C+T, N, ...]
 _METRICS = {"episode_metrics": ("float32",)}  # likewise
+_RESETS = {"reset_index": ("int32",), "reset_seed": ("int64",)}  # likewise
 
 blosc2.set_releasegil(True)
 
@@ -114,7 +115,7 @@ def encode(fragment: Fragment) -> dict[bytes, bytes]:
     }
     header = {
         "format": FORMAT,
-        **{name: getattr(fragment, name) for name in _SCALARS},
+        **{name: getattr(fragment, name) for name in (*_SCALARS, "host")},
         "T": fragment.num_steps,
         "N": fragment.num_envs,
         "C": fragment.context,
@@ -139,7 +140,7 @@ def decode(
     Raises:
         CodecError: the entry is not what `encode` writes, or breaks an invariant of `Fragment`.
     """
-    header = _parse_header(fields.get(b"h", b""))
+    header = parse_header(fields.get(b"h", b""))
     columns = [_parse_column(entry) for entry in header["columns"]]
     most = min(max_bytes, (header["C"] + header["T"] + 1) * header["N"] * step_bytes)
     _check_layout(columns, header["T"], header["N"], header["C"], most)
@@ -150,7 +151,22 @@ def decode(
     _check_values(arrays)
     values: dict[str, Any] = {name: header[name] for name in _SCALARS}
     values |= {name: arrays.pop(name) for name in _REQUIRED}
-    return Fragment(**values, context=header["C"], extras=arrays)
+    return Fragment(**values, context=header["C"], extras=arrays, host=header["host"])
+
+
+def decode_columns(fields: Mapping[bytes, bytes], names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Return those of some columns that an entry has, without a look at the others and the checksum over all.
+
+    Raises:
+        CodecError: the header or one of them is not what `encode` writes.
+    """
+    header = parse_header(fields.get(b"h", b""))
+    columns = [_parse_column(entry) for entry in header["columns"]]
+    _check_layout(columns, header["T"], header["N"], header["C"], MAX_BYTES)
+    wanted = {column.name: column for column in columns if column.name in names}
+    for column in wanted.values():
+        _check_chunk(column, fields)
+    return {name: _decompress(column, fields) for name, column in wanted.items()}
 
 
 def _checksum(chunks: Iterable[bytes]) -> int:
@@ -173,12 +189,12 @@ def _compress(column: _Column, array: np.ndarray) -> bytes:
     return chunk
 
 
-def _parse_header(data: bytes) -> dict[str, Any]:
+def parse_header(data: bytes) -> dict[str, Any]:
     """Return the header, types and ranges of its scalars checked; columns is a list."""
     if not data:
         raise CodecError("h: the entry has no header")
-    if len(data) > _MAX_HEADER_BYTES:
-        raise CodecError(f"h: header of {len(data)} bytes, at most {_MAX_HEADER_BYTES}")
+    if len(data) > MAX_HEADER_BYTES:
+        raise CodecError(f"h: header of {len(data)} bytes, at most {MAX_HEADER_BYTES}")
     try:
         header = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -190,6 +206,9 @@ def _parse_header(data: bytes) -> dict[str, Any]:
     run, columns = header.get("run"), header.get("columns")
     if not isinstance(run, str) or not 1 <= len(run) <= 200:
         raise CodecError(f"run: {_show(run)} is no run id")
+    header["host"] = host = header.get("host", "")  # earlier versions name none
+    if not isinstance(host, str) or len(host) > 200:
+        raise CodecError(f"host: {_show(host)} is no name of a machine")
     for name in _NUMBERS:
         value = header.get(name)
         if type(value) is not int or not 0 <= value < 2**63:
@@ -217,7 +236,7 @@ def _column(name: object, dtype: object, shape: tuple[int, ...]) -> _Column:
     """Return a column of a name, dtype and rank that a fragment may have."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CodecError(f"columns: {_show(name)} is no column name")
-    allowed = (_REQUIRED | _RECURRENT | _METRICS).get(name, _DTYPES)
+    allowed = (_REQUIRED | _RECURRENT | _METRICS | _RESETS).get(name, _DTYPES)
     if not isinstance(dtype, str) or dtype not in allowed:
         raise CodecError(f"{name}: dtype {_show(dtype)}, expected {' or '.join(allowed)}")
     if len(shape) > _MAX_RANK:
@@ -232,8 +251,9 @@ def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: in
         raise CodecError("columns: a name occurs twice")
     if missing := [name for name in _REQUIRED if name not in shapes]:
         raise CodecError(f"{missing[0]}: the column is missing")
-    if len(_RECURRENT.keys() & shapes.keys()) == 1:
-        raise CodecError("memory_index, memory: come together or not at all")
+    for pair in (_RECURRENT, _RESETS):
+        if len(pair.keys() & shapes.keys()) == 1:
+            raise CodecError(f"{', '.join(pair)}: come together or not at all")
     if (total := sum(column.num_bytes for column in columns)) > max_bytes:
         raise CodecError(f"columns: {total} bytes uncompressed, at most {max_bytes} are accepted")
     rows = context + steps
@@ -241,7 +261,7 @@ def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: in
     def axis(name: str, number: int) -> int:
         return shapes[name][number] if len(shapes.get(name, ())) > number else 0
 
-    for name in ("final_index", "episode_return", "memory_index"):
+    for name in ("final_index", "episode_return", "memory_index", "reset_index"):
         if axis(name, 0) > rows * num_envs:
             raise CodecError(f"{name}: {axis(name, 0)} rows, more than {rows} x {num_envs} steps can have")
     item = shapes["observation"][2:]
@@ -255,6 +275,8 @@ def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: in
         "episode_metrics": (axis("episode_return", 0), axis("episode_metrics", 1)),
         "memory_index": (axis("memory_index", 0), 2),
         "memory": (axis("memory_index", 0), axis("memory", 1)),
+        "reset_index": (axis("reset_index", 0), 2),
+        "reset_seed": (axis("reset_index", 0),),
     }
     for name, shape in shapes.items():
         wanted = expected.get(name, (rows, num_envs, *shape[2:]))
@@ -314,11 +336,11 @@ def _check_values(arrays: Mapping[str, np.ndarray]) -> None:
         raise CodecError("truncated: a step is both terminated and truncated")
     if not np.array_equal(arrays["final_index"], np.argwhere(truncated)):
         raise CodecError("final_index: not the (step, environment) of each truncated step in order of time")
-    if "memory_index" in arrays:
-        index = arrays["memory_index"]
-        if (index < 0).any() or (index >= np.array(terminated.shape)).any():
-            rows, num_envs = terminated.shape
-            raise CodecError(f"memory_index: a (step, environment) outside {rows} x {num_envs}")
+    rows, num_envs = terminated.shape
+    for name, most in (("memory_index", (rows, num_envs)), ("reset_index", (rows + 1, num_envs))):
+        index = arrays.get(name, np.zeros((0, 2), np.int32))
+        if (index < 0).any() or (index >= np.array(most)).any():
+            raise CodecError(f"{name}: a (step, environment) outside {rows} x {num_envs}")
     if (arrays["episode_length"] < 1).any():
         raise CodecError("episode_length: an episode of less than one step")
 

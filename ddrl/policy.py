@@ -147,7 +147,7 @@ def from_run(client: Redis, run: str, version: int) -> LoadedPolicy:
         UnknownRunError: there is no such run.
         NoWeightsError: the version is not there.
     """
-    arrays = weights.decode_weights(_blob(client, run, version))
+    arrays = weights.decode_weights(weights_blob(client, run, version))
     config, spaces = runs.config(client, run), runs.spaces(client, run)
     return _build(arrays, config, spaces, run, version, source=f"{run}@{version}")
 
@@ -160,7 +160,9 @@ def save(client: Redis, run: str, version: int, path: Path) -> None:
         NoWeightsError: the version is not there.
     """
     metadata = _metadata(run, version, runs.config(client, run), runs.spaces(client, run))
-    write_whole(path, weights.encode_weights(weights.decode_weights(_blob(client, run, version)), metadata))
+    write_whole(
+        path, weights.encode_weights(weights.decode_weights(weights_blob(client, run, version)), metadata)
+    )
 
 
 def _metadata(run: str, version: int, config: RunConfig, spaces: EnvSpec) -> dict[str, str]:
@@ -168,7 +170,12 @@ def _metadata(run: str, version: int, config: RunConfig, spaces: EnvSpec) -> dic
     return {"format": FORMAT, "run": run, "version": str(version), **known}
 
 
-def _blob(client: Redis, run: str, version: int) -> bytes:
+def weights_blob(client: Redis, run: str, version: int) -> bytes:
+    """Return the weights of a version that the server keeps, as safetensors.
+
+    Raises:
+        NoWeightsError: the version is not there.
+    """
     if (blob := weights.get(client, run, version)) is None:
         kept = sorted(weights.index(client, run).sizes)
         start = f"the newest of {len(kept)} kept are" if len(kept) > 12 else "kept are"

@@ -137,7 +137,10 @@ class Fragment:
         extras: columns [C+T, N, ...] of one algorithm, such as behavior_log_prob. Recurrent policies add memory_index
             [S, 2] int32 and memory [S, H] float16: (step, environment) of each step at which a sequence begins inside
             an episode, on-policy of the first new steps, and the recurrent state before it. With `env.metrics` there
-            is episode_metrics [E, M] float32, NaN where an info had no such number.
+            is episode_metrics [E, M] float32, NaN where an info had no such number. Of the episodes that begin in the
+            new rows of `observation` there are reset_index [R, 2] int32, (row, environment), and reset_seed [R] int64;
+            -1: the environment's random numbers go on.
+        host: name of the machine; "" if unknown.
     """
 
     run: str
@@ -156,6 +159,7 @@ class Fragment:
     episode_return: np.ndarray
     episode_length: np.ndarray
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    host: str = ""
 
     @property
     def ended(self) -> np.ndarray:

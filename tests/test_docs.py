@@ -141,7 +141,9 @@ def test_commands_of_other_pages_run(page: str, home: Path, processes: Processes
     try:
         for words, is_whole in commands((ROOT / page).read_text("utf-8")):
             if is_whole and not set(words) & set(ELSEWHERE):
-                named = [active if word == "RUN" or (words[0], word) == ("set", "last") else word for word in words]
+                named = [
+                    active if word == "RUN" or (words[0], word) == ("set", "last") else word for word in words
+                ]
                 shell(processes, None, shlex.join(["ddrl", *named]))
     finally:
         shell(processes, None, f"ddrl stop {active}")

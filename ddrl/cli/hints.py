@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ddrl.cli.format import duration, size
 from ddrl.cli.output import Client
 from ddrl.envs.requirements import PACKAGES
-from ddrl.store import connection
+from ddrl.store import connection, runs
 from ddrl.store.segments import LEVELS, REASON_LENGTH
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ def server_trouble(client: Client) -> str:
 def notice(entry: Mapping[str, Any]) -> str:
     """Return an entry of the journal as text; empty for changes of status, which the live view shows anyway."""
     event, reason = entry["event"], entry.get("reason", "")[:REASON_LENGTH]
-    if event == "set":
-        return f"set {entry['option']}: {entry['from']} -> {entry['to']}"
+    if event in runs.CHANGES:
+        return f"{event} {entry['option']}: {entry['from']} -> {entry['to']}"
     if event in ("created", "active", "paused", "solved", "time", "stopped", "failed"):
         return ""
     if event == "lost" and reason.endswith("unread"):  # in journals of earlier versions

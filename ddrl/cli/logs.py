@@ -191,7 +191,7 @@ def _clock(time_s: float) -> str:
 
 def _details(row: dict[str, Any]) -> str:
     """Return the reason and the other fields of a journal entry."""
-    if row["event"] == "set":
+    if row["event"] in store.CHANGES:
         return f"{row['option']}: {row['from']} -> {row['to']} at {int(row['env_steps']):,} env steps"
     rest = [f"{name}={value}" for name, value in row.items() if name not in ("time_s", "event", "reason")]
     return " ".join(" ".join((row.get("reason", ""), *rest)).split())

@@ -1,4 +1,4 @@
-"""`ddrl versions` and `ddrl backfill`: the versions of a run's weights that the server keeps, and what they score."""
+"""`ddrl versions`, `backfill` and `rollback`: the versions of a run's weights that the server keeps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from ddrl.cli import evaluate, submit
+from ddrl.cli import evaluate, policies, submit
 from ddrl.cli.format import duration, number, size
-from ddrl.cli.output import Client, InputError, Json, Run, emit, note, progress, server_of, table
+from ddrl.cli.output import Client, InputError, Json, Run, answer, emit, note, progress, server_of, table
 from ddrl.runs import processes as local
-from ddrl.store import connection, runs, workers
+from ddrl.store import connection, quarantine, runs, weights, workers
 from ddrl.store.evaluations import OpenEvaluations
+from ddrl.store.quarantine import Rule
 
 READY_S = 60.0  # for workers that this command starts to be there
 
@@ -70,6 +71,41 @@ def backfill(
         if not due and not json_output:
             note(f"{run}: all of these versions have such an evaluation")
         _show(client, run, json_output)
+
+
+def rollback(
+    target: Annotated[str, typer.Argument(metavar="RUN@VERSION", help="A number, or best.")],
+    keep_experience: Annotated[
+        bool, typer.Option("--keep-experience", help="Go on learning from what later versions played.")
+    ] = False,
+    json_output: Json = False,
+) -> None:
+    """Have a run go on from an earlier version of its weights; what later versions played goes into quarantine."""
+    name, _, version = target.partition("@")
+    with server_of(name) as (client, run):
+        number = policies.choose(client, run, version or "")
+        state, latest = runs.state(client, run), weights.index(client, run).latest
+        if state.outcome == "solved":
+            raise InputError(f"{run}: is solved; `ddrl branch {run}@{number}` starts another run from there")
+        if number >= latest:
+            raise InputError(
+                f"{run}@{number}: is the newest version; name an earlier one of `ddrl versions {run}`"
+            )
+        from ddrl import policy
+        from ddrl.algorithms import base
+
+        blob = policy.weights_blob(client, run, number)
+        before = after = quarantine.rules(client, run)
+        if not (
+            keep_experience or base.resolve(runs.config(client, run), runs.spaces(client, run)).on_policy
+        ):
+            after = (*before, Rule(first_version=number + 1, last_version=latest))
+        entry = {"event": "rollback", "option": "version", "from": latest, "to": number}
+        entry |= {"env_steps": state.appended_steps}
+        quarantine.revise(client, run, quarantine.encode(before), quarantine.encode(after), blob, entry)
+    goes_on = "its learner goes on from there" if state.leased else f"`ddrl resume {run}` goes on from there"
+    answer({"run": run, "version": number, "from": latest}, f"{run}: back to version {number}; {goes_on}",
+           json_output=json_output)  # fmt: skip
 
 
 def _start(processes: local.Processes, count_processes: Callable[[], int], wanted: int | None) -> None:

@@ -94,6 +94,8 @@ class AtariVector:
         self._steps = np.zeros(num_envs, np.int64)  # of the episode each lane is in
         self._lives = np.zeros(num_envs, np.int64)
         self._has_lost_life = np.zeros(num_envs, np.bool_)  # in the last step, inside a game
+        # [N], from which the games that go on began; -1: with the random numbers that the one before left.
+        self.reset_seeds = np.full(num_envs, -1, np.int64)
 
     def reset(self, *, seed: Sequence[int] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin an episode in every lane.
@@ -106,6 +108,7 @@ class AtariVector:
         """
         seeds = None if seed is None else np.array([one & _SEED_MASK for one in seed], np.int64)
         observation, info = self._games.reset(seed=seeds)
+        self.reset_seeds[:] = -1 if seeds is None else seeds
         self._steps[:], self._lives, self._has_lost_life[:] = 0, info["lives"], False
         return observation[:, 0], {}
 
@@ -148,7 +151,7 @@ class AtariVector:
         self._has_lost_life = (lives < self._lives) & (lives > 0) & ~ended
         if self._episodic_life:
             further["life_lost"] = self._has_lost_life
-        self._steps[ended], self._lives = 0, lives
+        self._steps[ended], self.reset_seeds[ended], self._lives = 0, -1, lives
         return observation[:, 0], reward.astype(np.float64), terminated, truncated, further
 
     def close(self) -> None:

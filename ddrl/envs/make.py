@@ -85,7 +85,7 @@ def make_vector(env: EnvConfig) -> AtariVector | Lanes:
         return AtariVector(env.id, env.atari, env.num_envs)
     from ddrl.envs.wrappers import Lanes
 
-    return Lanes([partial(make_one, env)] * env.num_envs, partial(episode_metrics, env))
+    return Lanes([make_one(env) for _ in range(env.num_envs)], partial(episode_metrics, env))
 
 
 def episode_metrics(env: EnvConfig, info: Mapping[str, Any]) -> list[float]:

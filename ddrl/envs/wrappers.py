@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space, flatdim, flatten
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from ddrl.envs.requirements import EnvError
 
+MOST_SEED = 2**31
 _MASK = "action_mask"  # in an info, or of a Dict observation
 
 
@@ -159,25 +158,74 @@ def is_image(space: Space[Any]) -> bool:
     return isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) > 1
 
 
-class Lanes(SyncVectorEnv):
-    """Environments stepped in turn, of whose infos only those of episodes that ended are taken.
+class Lanes:
+    """Environments stepped in turn; one that ends begins its next episode in the same step, from a seed of its own.
 
-    Final observations are copied before the reset, which may write into the same array.
+    The observations that it returns are its own buffer, overwritten by the next step.
 
     Args:
-        env_fns: make them.
+        envs: with observations that are a Box.
         read: returns an episode's metrics from its last info.
+
+    Attributes:
+        num_envs: N.
+        reset_seeds: [N] int64, from which the episodes that go on began.
     """
 
-    def __init__(self, env_fns: Any, read: Callable[[dict[str, Any]], list[float]]) -> None:
-        self._read = read
-        super().__init__(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    def __init__(
+        self, envs: Sequence[gymnasium.Env[Any, Any]], read: Callable[[dict[str, Any]], list[float]]
+    ) -> None:
+        self._envs, self._read, self.num_envs = envs, read, len(envs)
+        self.single_observation_space = space = envs[0].observation_space
+        self.single_action_space = envs[0].action_space
+        self._observation = np.zeros((len(envs), *(space.shape or ())), space.dtype)
+        self._next_seeds = np.random.default_rng()
+        self.reset_seeds = np.zeros(len(envs), np.int64)
 
-    def _add_info(
-        self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int
-    ) -> dict[str, Any]:
-        """Called with final observation and info of an episode that ended; and with the info of each step."""
-        if env_info.keys() != {"final_obs", "final_info"}:
-            return vector_infos
-        ended = {"final_obs": deepcopy(env_info["final_obs"]), "metrics": self._read(env_info["final_info"])}
-        return super()._add_info(vector_infos, ended, env_num)
+    def reset(self, *, seed: Sequence[int]) -> tuple[np.ndarray, dict[str, Any]]:
+        """Begin an episode in each, [N, *O]; these seeds determine those of the later ones."""
+        self._next_seeds = np.random.default_rng(list(seed))
+        for lane, one in enumerate(seed):
+            self._begin(lane, one)
+        return self._observation, {}
+
+    def step(
+        self, actions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Take one step in each.
+
+        Args:
+            actions: [N, *A].
+
+        Returns:
+            [N, *O] observations, of a new episode where one ended; [N] float64 rewards; [N] bool terminated; [N] bool
+            truncated; and if an episode ended `final_obs` and `metrics`, [N] objects: the true last observation and the
+            metrics of each that did.
+        """
+        reward, info = np.zeros(self.num_envs), dict[str, np.ndarray]()
+        terminated, truncated = np.zeros((2, self.num_envs), np.bool_)
+        for lane, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
+            observation, reward[lane], is_over, is_cut, last = env.step(action)
+            if is_over or is_cut:
+                if not info:
+                    info = {name: np.empty(self.num_envs, object) for name in ("final_obs", "metrics")}
+                terminated[lane], truncated[lane] = is_over, is_cut
+                info["final_obs"][lane] = np.array(observation)  # the reset may write into the same array
+                info["metrics"][lane] = self._read(last)
+                self._begin(lane, int(self._next_seeds.integers(MOST_SEED)))
+            else:
+                self._observation[lane] = observation
+        return self._observation, reward, terminated, truncated, info
+
+    def render(self) -> Any:
+        """Return a picture of the first one."""
+        return self._envs[0].render()
+
+    def close(self) -> None:
+        """Close all."""
+        for env in self._envs:
+            env.close()
+
+    def _begin(self, lane: int, seed: int) -> None:
+        self._observation[lane] = self._envs[lane].reset(seed=seed)[0]
+        self.reset_seeds[lane] = seed

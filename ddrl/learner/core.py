@@ -16,7 +16,7 @@ from ddrl.networks.device import to_device, to_host
 from ddrl.networks.ranks import Ranks
 from ddrl.replay.experience import longest_fragment_steps, make_experience
 from ddrl.replay.reader import Decoded, FragmentLimits, decode, decode_range
-from ddrl.store import connection, runs, stream
+from ddrl.store import connection, quarantine, runs, stream
 from ddrl.store.checkpoints import REPLAY, Counters
 from ddrl.store.connection import Redis
 
@@ -77,6 +77,7 @@ class Core:
             spaces=resolved.spec,
             limits=limits,
             pack=self.replay.pack,
+            rules=quarantine.rules(reader_client, run),
             ranks=(ranks.rank, ranks.size),
         )
         self.num_batches = self.checksum = 0
@@ -104,7 +105,12 @@ class Core:
             self.replay.load_state({name.removeprefix(REPLAY): state[name].numpy() for name in of_replay})
 
     def admit(self, entry: Decoded, *, version: int) -> bool:
-        """Admit an entry to the replay, or what is known of another rank's; return False if it is too stale."""
+        """Admit an entry to the replay, or what is known of another rank's; return False if it is too stale.
+
+        One that a rule of quarantine leaves out counts as admitted.
+        """
+        if entry.left_out:
+            return True
         if entry.packed is not None:
             return self.replay.admit(entry.packed, entry.entry_id, version=version)
         return entry.played is None or self.replay.note(entry.played, entry.entry_id, version=version)

@@ -161,15 +161,16 @@ def follow(core: Core, reader: Reader, leaves: threading.Event) -> None:
 def _reported(entry: Decoded) -> tuple[Any, ...]:
     """Return what the leader must know of an entry, JSON."""
     played = None if entry.played is None else astuple(entry.played)
-    return entry.entry_id.decode(), entry.reason, entry.head.decode("latin-1"), played
+    return entry.entry_id.decode(), entry.reason, entry.head.decode("latin-1"), played, entry.left_out
 
 
-def _read(reason: str, head: str, played: Sequence[Any] | None) -> dict[str, Any]:
+def _read(reason: str, head: str, played: Sequence[Any] | None, left_out: bool) -> dict[str, Any]:
     """Return the fields of `Decoded` that `_reported` held."""
     return {
         "reason": reason,
         "head": head.encode("latin-1"),
         "played": None if played is None else Played(*played),
+        "left_out": left_out,
     }
 
 

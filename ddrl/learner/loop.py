@@ -13,6 +13,7 @@ Whatever leaves this thread, weights and checkpoints, is finite: see NotFiniteEr
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import statistics
@@ -85,6 +86,8 @@ class Learner:
         self._published_updates = 0  # of the weights that were last left for the publisher
         self._changed: deque[tuple[RunConfig, Any]] = deque()
         """Config and options of the algorithm, queued by `apply`."""
+        self._left_out: deque[bytes] = deque()
+        """Entries in quarantine that are kept for the day when their rule is lifted, oldest first."""
         self._num_rounds = 0
         self._num_unlogged, self._log_at = 0, 0.0  # refusals, and when the next one is logged
         self._mends: dict[str, Any] = {
@@ -105,15 +108,21 @@ class Learner:
         shared, index = self.shared, weights.index(self._client, self._run)
         checkpoint, latest = self.publisher.load(), index.latest
         state, counters = checkpoint or ({}, Counters())
+        earlier, revision = runs.rollback(self._client, self._run)  # weights to go back to
         # On-policy, the weights of the checkpoint keep their version if they are the published ones.
         is_published = self._on_policy and checkpoint is not None and counters.version == latest >= 0
+        is_published = is_published and earlier is None
         version = latest if is_published else max(latest, counters.version) + 1
         self.replay.first_version = 0 if is_published else version
         source = runs.state(self._client, self._run).warm
         self.algorithm.from_policy = bool(source)
         if checkpoint is not None:
             self._load(state, counters, version)
-        if not shared.updates and (initial := runs.initial(self._client, self._run)) is not None:
+        if earlier is not None:
+            self.algorithm.load_initial_weights(decode_tensors(earlier))
+            self.publisher.goes_back_from = revision
+            shared.wants_checkpoint.set()
+        elif not shared.updates and (initial := runs.initial(self._client, self._run)) is not None:
             fresh = self.algorithm.load_initial_weights(decode_tensors(initial))
             if checkpoint is None:
                 self.publisher.note("warm start", f"begins with {source}; {fresh}")
@@ -121,7 +130,7 @@ class Learner:
         shared.count()
         # Off-policy, weights that an earlier learner published play better than untrained ones. On-policy, they are
         # another policy, whose data cannot be used.
-        if not self._on_policy and not shared.updates and latest in index.sizes:
+        if not self._on_policy and not shared.updates and latest in index.sizes and earlier is None:
             is_published, version = True, latest
         reader = Reader(self.core.client, self._run, shared.ledger.cursor, self.core.decode, **self._mends)
         self.publisher.begin(reader, version, None if is_published else self._weights())
@@ -136,6 +145,7 @@ class Learner:
         shared = self.shared
         for entry in self.core.load(state, counters, version):
             shared.add_entry(entry)
+            self._left_out += [entry.entry_id] if entry.left_out and not self._on_policy else []
         shared.updates, shared.env_steps = counters.updates, counters.env_steps
         shared.add_elapsed(counters.elapsed_s)
         shared.ledger.load(counters)
@@ -228,6 +238,7 @@ class Learner:
             gaps += [gap] if gap else []
             if not objection:  # else it is deleted
                 shared.add_entry(entry)
+            self._left_out += [entry.entry_id] if entry.left_out and not self._on_policy else []
             if reason:
                 self._warn(f"entry {entry.entry_id.decode()} refused: {reason}")
                 shared.refused.append(stream.Refusal(entry.entry_id, entry.head, reason, not objection))
@@ -306,8 +317,12 @@ class Learner:
             self.shared.checkpoint = self.checkpoint()
 
     def _oldest(self) -> bytes:
+        """Return the first entry that the replay holds, or would hold if no rule left it out."""
         oldest = self.leading.oldest(self.replay.oldest_entry_id)
-        return oldest or stream.following(self.shared.ledger.cursor)
+        while self._left_out and stream.order(self._left_out[0]) <= stream.order(self.replay.evicted):
+            self._left_out.popleft()
+        kept = [oldest or stream.following(self.shared.ledger.cursor), *itertools.islice(self._left_out, 1)]
+        return min(kept, key=stream.order)
 
     @property
     def _num_held(self) -> int:

@@ -155,6 +155,8 @@ class Publisher:
         self._replay, self._shared, self._on_checkpoint = replay, shared, on_checkpoint
         self.pinned: frozenset[int] = frozenset()
         """Versions that open evaluations need."""
+        self.goes_back_from: int | None = None
+        """Revision of the run at which its learner has loaded weights to go back to; None if it has not."""
         self._reader: Reader | None = None  # set by `begin`
         self._checkpoint: Counters | None = None  # the newest on the server; without one nothing is trimmed
         self._trimmed_bytes = 0  # of `Shared.taken_bytes`
@@ -457,6 +459,9 @@ class Publisher:
         checkpoints.save(*self._held, blob, meta)
         self._written_bytes += len(blob)
         self._checkpoint = counters
+        if self.goes_back_from is not None:
+            runs.end_rollback(*self._held, self.goes_back_from)
+            self.goes_back_from = None
         every_s = max(self._config.learner.checkpoint_every_s, len(blob) / CHECKPOINT_BYTES_PER_S)
         self._checkpoint_at = time.monotonic() + every_s
         self._on_checkpoint(blob, meta)

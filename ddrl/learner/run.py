@@ -301,6 +301,7 @@ class _Attempt:
         self._record = local_checkpoints.record(client, run)
         self._config = runs.config(client, run)
         self._config_version = int(self._record.state.get("config_version", 0))
+        self._revision = int(self._record.state.get("revision", 0))
         self._status, self._requester = "active", ""  # and the host that requested the run
         self._is_restored = False
         self._error: Exception | None = None  # of either thread
@@ -505,7 +506,7 @@ class _Attempt:
             learner.shared.add_elapsed(-since_s)
         if not is_paused and (self._status != "active" or self._requester):
             learner.stopping.set()
-        self._regroup = self._why_regroup()
+        self._regroup = self._why_regroup(now.revision)
         if learner.shared.env_steps and "first_step_ms" not in self._record.state:  # snapshots should have it
             self._record = local_checkpoints.record(self._client, run)
         if now.config_version != self._config_version:
@@ -515,8 +516,10 @@ class _Attempt:
             learner.apply(self._config)
             self._evaluations.apply(self._config)
 
-    def _why_regroup(self) -> str:
+    def _why_regroup(self, revision: int) -> str:
         """Return why the group should end and another one be formed; "" if it should not."""
+        if revision != self._revision:
+            return "goes back to a version, or another quarantine"
         if self._learner.leading.leaving:
             return "a learner leaves"
         is_due = time.monotonic() - self._began_at >= self._config.learner.checkpoint_every_s

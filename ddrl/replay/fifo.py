@@ -99,6 +99,9 @@ class Fifo:
         """Return the number of transitions that wait."""
         return self._content.queued_steps
 
+    evicted = b"0-0"
+    """Nothing makes room for others."""
+
     @property
     def oldest_entry_id(self) -> bytes | None:
         """Stream entry of the oldest fragment that waits; None when there is none."""

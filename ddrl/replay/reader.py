@@ -20,6 +20,7 @@ import numpy as np
 from ddrl import codec
 from ddrl.store import capped_streams, connection, ledger, stream
 from ddrl.store.connection import Redis
+from ddrl.store.quarantine import Rules
 from ddrl.types import EnvSpec, Fragment, Played
 
 BLOCK_MS = 1_000
@@ -79,6 +80,7 @@ class Decoded:
         packed: what `pack` made of it.
         reason, head: of a refused entry, why, and the beginning of its header.
         counted, newest_seq: see `stream.Entry`.
+    left_out: by a rule of quarantine: it counts, and is not learned from.
     """
 
     entry_id: bytes
@@ -95,6 +97,7 @@ class Decoded:
     head: bytes = b""
     counted: tuple[int, ...] = ()
     newest_seq: int = stream.MOST_SEQ
+    left_out: bool = False
 
 
 def decode(
@@ -104,6 +107,7 @@ def decode(
     *,
     limits: FragmentLimits,
     pack: Callable[[Fragment], Any],
+    rules: Rules = (),
     ranks: tuple[int, int] = (0, 1),
     counts_all: bool = False,
 ) -> Decoded:
@@ -118,6 +122,7 @@ def decode(
         limits: of its fragments.
         pack: prepares admission as far as any thread can, and returns what has `num_bytes`; a ValueError becomes the
             reason.
+        rules: of quarantine.
         ranks: this one and the number of those that learn together; another rank's entry is not decoded.
         counts_all: it is decoded, to be counted.
     """
@@ -145,16 +150,18 @@ def decode(
             size, name = largest_value(fragment, spaces)
             if size > limits.largest:
                 raise codec.CodecError(f"{name}: {size:.3g} is too large to learn from")
-        packed = pack(fragment)
+        where, version = (entry.entry_id, fragment.host, read.producer), fragment.policy_version
+        left_out = any(rule.covers(*where, version) for rule in rules)
+        packed = None if left_out else pack(fragment)
     except ValueError as error:  # CodecError is one
         return replace(read, reason=str(error), head=entry.fields.get(b"h", b"")[:1024])
     of_fragment = read.producer, fragment.policy_version, fragment.num_transitions
     episode_metrics = fragment.extras.get("episode_metrics", np.empty((0, 0)))
     episodes = (values[-MOST_EPISODES:].tolist() for values in (fragment.episode_return, episode_metrics))
     played = Played(read.rank, *of_fragment, *episodes)
-    if read.rank != rank:
-        return replace(read, played=played)
-    memory_bytes = _ENTRY_BYTES + max(fragment.num_bytes, packed.num_bytes)
+    if read.rank != rank or left_out:
+        return replace(read, played=played, left_out=left_out)
+    memory_bytes = _ENTRY_BYTES + max(fragment.num_bytes, getattr(packed, "num_bytes", 0))
     return replace(read, memory_bytes=memory_bytes, fragment=fragment, played=played, packed=packed)
 
 
@@ -162,7 +169,8 @@ def largest_value(fragment: Fragment, spaces: EnvSpec) -> tuple[float, str]:
     """Return the value that is furthest from 0 among those that are learned from, without its sign, and its column."""
     columns = {name: spaces.numbers(getattr(fragment, name)) for name in ("observation", "final_observation")}
     columns |= {"reward": fragment.reward}
-    columns |= {name: x for name, x in fragment.extras.items() if name != "episode_metrics"}
+    others = ("episode_metrics", "reset_index", "reset_seed")
+    columns |= {name: x for name, x in fragment.extras.items() if name not in others}
     ends = {name: (float(x.min(initial=0)), float(x.max(initial=0))) for name, x in columns.items()}
     return max((max(-low, high), name) for name, (low, high) in ends.items())
 

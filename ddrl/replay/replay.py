@@ -157,6 +157,8 @@ class Replay:
             self.rows = CompressedRows(**shape) if compressed else DenseRows(**shape)
         self._items, self._steps = Ring(num_items), Ring(num_steps)
         self._entries: deque[_Entry] = deque()
+        self.evicted = b"0-0"
+        """The newest entry that has made room for others."""
         self._num_transitions = 0
         self._pool = ThreadPoolExecutor(threads, "gather") if threads else None
         self._depth = threads + 1 if threads else 0
@@ -271,6 +273,7 @@ class Replay:
     def _evict(self) -> None:
         """Drop the oldest fragment."""
         entry = self._entries.popleft()
+        self.evicted = entry.entry_id
         self._items.drop(entry.num_items)
         self._steps.drop(entry.num_steps)
         self.rows.drop(entry.num_rows)

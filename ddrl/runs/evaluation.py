@@ -77,7 +77,7 @@ def score(
     returns, lengths = [0.0] * len(seeds), [0] * len(seeds)
     metrics: list[list[float]] = [[]] * len(seeds)
     waiting = iter(range(len(seeds)))
-    film = None if on_frame is None else _Film(env, spaces, on_frame)
+    film = None if on_frame is None else Film(env, spaces, on_frame)
     lanes: list[_Lane] = []
     try:
         for number in range(1 if is_atari(env) else min(num_envs, len(seeds))):
@@ -169,7 +169,7 @@ def _random_action(seen: np.ndarray, spaces: EnvSpec, generator: np.random.Gener
     return random_choices(spaces, seen, generator)[0]
 
 
-class _Film:
+class Film:
     """Takes pictures of an episode: what the environment renders, or its observations if they are images."""
 
     def __init__(self, env: EnvConfig, spaces: EnvSpec, on_frame: OnFrame) -> None:

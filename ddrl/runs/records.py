@@ -39,8 +39,8 @@ class Records:
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """Settings changed during the run: time_s, env_steps, option, from, to."""
-        return [row for row in self.journal if row["event"] == "set"]
+        """Settings changed during the run, and weights gone back to: time_s, env_steps, option, from, to."""
+        return [row for row in self.journal if row["event"] in runs.CHANGES]
 
 
 def summary(client: Redis, run: str, *, wall_s: float | None = None) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def read(client: Redis, run: str, after: Mapping[str, bytes] = MappingProxyType(
         episodes = _preceded(older["episodes"], episodes)
     journal = [since_start(row) for row in changes]
     for row in journal:
-        if row["event"] == "set":
+        if row["event"] in runs.CHANGES:
             values = {name: json.loads(row[name]) for name in ("from", "to")}
             row |= {**values, "env_steps": int(row["env_steps"])}
     return Records(

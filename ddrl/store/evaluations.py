@@ -54,8 +54,8 @@ class Evaluation:
     Attributes:
         version: of the weights.
         first_seed, num_episodes: seeds are first_seed, first_seed + 1, ...
-        purpose: "watch", "confirm" or "final" (of the best version, at the end) for the run's own, "backfill" for one of
-            an older version that a command had played for the run, "request" for a command's own.
+        purpose: "watch", "confirm" or "final" (of the best version, at the end) for the run's own, "backfill" for a
+            command's that the run keeps, "request" for another one of a command.
         num_envs: episodes side by side; None: as the run's config says.
         epsilon: share of random actions; None: the algorithm's.
         noop_max: idle frames at the start of ALE games; None: the run's.

@@ -17,6 +17,7 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | ddrl:{run}:state                  | hash   | submit, learner, cli | all                       | status, reason, settings that scripts read, allowance, version, pointer to the checkpoint | the run's |
 | ddrl:{run}:counts                 | hash   | all                  | all                       | what workers count: appends, process time, crashes, the last error (see COUNTS) | the run's |
 | ddrl:{run}:initial                | string | submit               | learner                   | initial weights, safetensors                                 | the run's |
+| ddrl:{run}:rollback               | string | cli                  | learner                   | weights of the version to go back to, safetensors            | until a learner has gone back |
 | ddrl:{run}:lease                  | string | learner              | all                       | fencing token of the learner that holds the run              | expires |
 | ddrl:{run}:learners               | hash   | learner              | learner, cli              | id of a learner -> where it runs, its rank and figures (JSON) | a field: while it lives, or the run's |
 | ddrl:{run}:group                  | string | learner              | learner                   | the learners that learn together (JSON)                      | the run's |
@@ -108,6 +109,7 @@ draining = partial(of_run, name="draining")
 refusals = partial(of_run, name="refusals")
 ledger = partial(of_run, name="ledger")
 initial = partial(of_run, name="initial")
+rollback = partial(of_run, name="rollback")
 logs = partial(of_run, name="logs")
 weights = partial(of_run, name="weights")
 episodes = partial(of_run, name="episodes")

@@ -33,6 +33,7 @@ LONGEST_FIELD = 1_000  # characters of a journal's entry that are read
 DELETED_AT_ONCE = 500  # keys
 DELETED_MS = 30 * 86_400_000  # for which a deleted run is remembered
 ENDED = ("solved", "time", "stopped", "failed")
+CHANGES = ("set", "rollback")  # events of the journal with option, from, to and env_steps
 
 
 class UnknownRunError(StoreError):
@@ -66,6 +67,7 @@ class RunState:
         queue, evaluation_queue: where its messages wait.
         versions: of the packages that its environment runs with, as submitted.
         config_version: grows with every setting changed.
+        revision: grows with every change after which the learner goes on from its checkpoint (`revise.lua`).
         process_s: time that processes spent on it; of these
         played_s: in which environments were stepped,
         allowance_wait_s, room_wait_s: in which they waited for the learner, and for room in the stream.
@@ -106,6 +108,7 @@ class RunState:
     evaluation_queue: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     config_version: int = 0
+    revision: int = 0
     process_s: float = 0.0
     played_s: float = 0.0
     allowance_wait_s: float = 0.0
@@ -365,6 +368,21 @@ def initial(client: Redis, run: str) -> bytes | None:
     return cast("bytes | None", client.get(keys.initial(run)))
 
 
+def rollback(client: Redis, run: str) -> tuple[bytes | None, int]:
+    """Return the weights to which the run's learner should go back, as safetensors, if any; and the revision."""
+    revision = int(cast("bytes | None", client.hget(keys.state(run), "revision")) or 0)
+    return cast("bytes | None", client.get(keys.rollback(run))), revision
+
+
+def end_rollback(client: Redis, run: str, token: int, revision: int) -> None:
+    """Note that the learner has gone back to what there was at that revision, and stored a checkpoint since.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    call(client, "end_rollback", [keys.state(run), keys.rollback(run)], [token, revision])
+
+
 def elapsed_s(client: Redis, run: str) -> float:
     """Return the learning time up to the newest checkpoint."""
     from ddrl.store.checkpoints import Counters, newest_pointer  # loads pydantic
@@ -440,7 +458,7 @@ def journal(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[s
         {name[:most]: value if name == "time_s" else value[:most] for name, value in row.items()}
         for row in rows[-JOURNAL_LENGTH:]
     ]
-    return [row for row in rows if row["event"] != "set" or _is_change(row)], last_id
+    return [row for row in rows if row["event"] not in CHANGES or _is_change(row)], last_id
 
 
 def _is_change(row: Mapping[str, str]) -> bool:

@@ -31,6 +31,7 @@ MOST_AT_ONCE = 128  # entries
 UNREADABLE = (ReplyTooLongError, *UNREACHABLE)
 """Errors of a read whose reply is too large, for the client or for the server, which then closes the connection."""
 APPENDED = (b"f", b"n", b"b", b"s", b"p", b"i", b"q")  # numbers that the append adds to a fragment's fields
+LONGEST_COUNT = 19  # digits of one
 EPISODES_LENGTH = 20_000
 MOST_LOWERED = 200_000  # entries of experience that get new ids at once: a second or two of the server's
 MOST_RETURNS = 200_000  # of episodes that are read at once
@@ -221,11 +222,26 @@ def next_count(entries: Sequence[Entry], count: int) -> int:
     return max(1, min(2 * count, MOST_AT_ONCE, REPLY_BYTES * len(entries) // size)) if entries else count
 
 
-def appended(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[list[Entry]]:
-    """Yield the entries after one id up to that of another, oldest first, of each what the append counted only."""
+def appended(
+    client: Redis,
+    run: str,
+    after: bytes,
+    until: bytes,
+    names: Sequence[bytes] = APPENDED,
+    longest: int = LONGEST_COUNT,
+) -> Iterator[list[Entry]]:
+    """Yield the entries after one id up to that of another, oldest first, of each some short fields only.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        after, until: ids.
+        names: of the fields; by default what the append counted.
+        longest: bytes of a value, at most 64 KiB; longer ones are left out.
+    """
     while order(after) < order(until):
-        args = [after, until, REPLY_BYTES, *APPENDED]
-        found = cast("list[Any]", call(client, "read_counts", [keys.experience(run)], args))
+        args = [after, until, REPLY_BYTES, longest, *names]
+        found = cast("list[Any]", call(client, "read_short", [keys.experience(run)], args))
         if not found:
             return
         entries = zip(found[::2], found[1::2], strict=True)

@@ -6,6 +6,7 @@ Knows neither Redis nor Celery. The loop in `collect` is the hot path of a rollo
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -90,7 +91,8 @@ class Collector:
         self._input = self._stack.push(observation, np.ones(num_envs, np.bool_))  # [N, *I]
         self._state = self._policy.initial_state(num_envs)
         identity = {"run": run, "producer": producer, "incarnation": incarnation}
-        self._recorder = Recorder(identity, config.env, resolved, observation)
+        identity |= {"host": socket.gethostname()}
+        self._recorder = Recorder(identity, config.env, resolved, observation, self._vector.reset_seeds)
         self._stride = resolved.sequences.stride if resolved.sequences else 1
         most = _MAX_FRAGMENT_BYTES // max(1, observation.nbytes)
         self._longest = max(1, min(self._rollout.max_fragment_steps, most))

@@ -27,20 +27,27 @@ class Recorder:
     For each fragment call `begin`, then `add_state` and `add_step` for each step, then `end`.
 
     Args:
-        identity: run, producer and incarnation, see `Fragment`.
+        identity: run, producer, incarnation and host, see `Fragment`.
         env: scale and sign of training rewards.
         resolved: the run's algorithm: spaces, maximum number of earlier steps repeated at a fragment's start, and for
             a recurrent off-policy one the sequences. The policy's state is sent where one begins; on-policy, where the
             fragment does.
         observation: [N, *O] first observations.
+        seeds: [N] int64, from which the episodes that go on began; the environments keep it up to date.
     """
 
     def __init__(
-        self, identity: Mapping[str, Any], env: EnvConfig, resolved: Resolved, observation: np.ndarray
+        self,
+        identity: Mapping[str, Any],
+        env: EnvConfig,
+        resolved: Resolved,
+        observation: np.ndarray,
+        seeds: np.ndarray,
     ) -> None:
         self._identity, self._env, self._resolved = identity, env, resolved
         self._num_envs = len(observation)
-        self._seq = 0
+        self._seq, self._seeds = 0, seeds
+        self._resets = [(0, lane, seed) for lane, seed in enumerate(seeds.tolist())]  # row, lane, seed
         # The next fragment's context: the last rows of each column, of observations one row more.
         self._past = {"observation": observation[None]}
         self._finals: list[np.ndarray] = []  # true last observations of the truncated steps, in order of time
@@ -96,8 +103,11 @@ class Recorder:
         self._reward[step] = reward
         np.logical_or(terminated, truncated, out=self._over[step])
         ended = self._over[step]
-        if self._env.metrics and ended.any():
-            self._metrics += [info["metrics"][lane] for lane in np.flatnonzero(ended)]
+        if ended.any():
+            lanes = np.flatnonzero(ended).tolist()
+            self._resets += [(row + 1, lane, int(self._seeds[lane])) for lane in lanes]
+            if self._env.metrics:
+                self._metrics += [info["metrics"][lane] for lane in lanes]
         if "life_lost" in info:
             terminated = terminated | info["life_lost"]
             ended = ended | terminated
@@ -120,6 +130,9 @@ class Recorder:
         extras = {name: columns[f"extras/{name}"] for name in self._extras}
         if names := self._env.metrics:
             extras["episode_metrics"] = np.array(self._metrics, np.float32).reshape(-1, len(names))
+        resets = np.array(self._resets, np.int64).reshape(-1, 3)
+        extras |= {"reset_index": resets[:, :2].astype(np.int32), "reset_seed": resets[:, 2]}
+        self._resets = []
         fragment = Fragment(
             **self._identity,
             seq=self._seq,

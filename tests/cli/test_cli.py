@@ -25,11 +25,11 @@ from support.store import LANDER, SPACES, add_history, end, ended, make_config, 
 import ddrl.cli
 from ddrl import config, policy
 from ddrl.cli import main, output, policies
-from ddrl.runs.versions import interval
 from ddrl.codec import CodecError
 from ddrl.envs import EnvError
 from ddrl.learner import run as runner
 from ddrl.runs import artifacts
+from ddrl.runs.versions import interval
 from ddrl.store import connection, keys, leases, logs, runs, weights, workers
 
 

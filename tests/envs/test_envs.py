@@ -320,7 +320,7 @@ def test_vector_resets_in_the_same_step() -> None:
     config = EnvConfig(id="ddrl/Endless-v0", kwargs={"max_steps": 2}, num_envs=3)
     vector = envs.make_vector(config)
     assert vector.num_envs == 3
-    vector.reset(seed=0)
+    vector.reset(seed=[0, 1, 2])
     ends = [vector.step(np.zeros((3, 1), np.float32))[3].tolist() for _ in range(4)]
     assert ends == [[False] * 3, [True] * 3] * 2  # no step is lost to the reset
     vector.close()

@@ -1,0 +1,154 @@
+"""Cost of recorded episodes: seeded resets against others, and playing an episode again against bare steps.
+
+    python benchmarks/episodes.py seeds      # env steps/s of a collector
+    python benchmarks/episodes.py replay     # steps/s
+
+Both on one core, in turns; medians, and the ratio of pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from machine import heading, server
+
+ENVS = ("CartPole-v1", "Pendulum-v1", "LunarLanderContinuous-v3", "HalfCheetah-v5")
+
+
+def settings(env_id: str) -> Any:
+    """Return the config of a run of an environment."""
+    from ddrl.config import validate
+
+    algorithm = {"name": "dqn" if env_id == "CartPole-v1" else "sac"}
+    return validate({"name": "episodes", "env": {"id": env_id, "num_envs": 16}, "algorithm": algorithm})
+
+
+def collecting(env_id: str, *, is_seeded: bool) -> Callable[[float], float]:
+    """Return a function that plays for some seconds, and returns env steps/s."""
+    import torch
+
+    from ddrl import codec
+    from ddrl.algorithms import base
+    from ddrl.runs import submit
+    from ddrl.worker.collector import Collector
+
+    config = settings(env_id)
+    resolved = base.resolve(config, submit.prepare(config))
+    who = {"run": "episodes", "producer": 1, "incarnation": 1}
+    collector = Collector(**who, config=config, resolved=resolved, random_until_learned=False)
+    learner = resolved.learner(device=torch.device("cpu"), seed=1)
+    collector.load(1, {name: value.numpy() for name, value in learner.weights().items()})
+    if not is_seeded:
+        vector: Any = collector._vector
+
+        def begin(lane: int, seed: int) -> None:
+            vector._observation[lane] = vector._envs[lane].reset()[0]
+
+        vector._begin = begin
+
+    def play(seconds: float) -> float:
+        steps, started = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - started) < seconds:
+            fragment = collector.collect()
+            codec.encode(fragment)
+            steps += fragment.num_transitions
+        return steps / elapsed
+
+    play(1.0)  # T grows
+    return play
+
+
+def seeds(rounds: int, seconds: float) -> None:
+    """Print the cost of seeded resets."""
+    print("| env | seeded | not seeded | loss | of single rounds |\n|---|---|---|---|---|")
+    for env_id in ENVS:
+        players = {is_seeded: collecting(env_id, is_seeded=is_seeded) for is_seeded in (True, False)}
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(2 * rounds):
+            is_seeded = number % 4 in (1, 2)  # both have the same share of drift
+            found[is_seeded].append(players[is_seeded](seconds))
+        losses = [100 * (1 - one / two) for one, two in zip(*found.values(), strict=True)]
+        medians = [f"{statistics.median(values):,.0f}" for values in found.values()]
+        print(
+            f"| {env_id} | {medians[0]} | {medians[1]} | {statistics.median(losses):.1f} % "
+            f"| {min(losses):.1f} to {max(losses):.1f} % |"
+        )
+
+
+def replays(rounds: int) -> None:
+    """Print the speed of episodes that are played again."""
+    from ddrl import envs
+    from ddrl.algorithms import base
+    from ddrl.runs import episodes, submit
+    from ddrl.store import connection, runs, stream, weights
+    from ddrl.worker.segment import Players, play
+
+    print("| env | episodes | again, steps/s | bare steps/s | ratio |\n|---|---|---|---|---|")
+    with server() as url:
+        client, blocking = connection.connect(url), connection.connect_blocking(url)
+        for env_id in ENVS:
+            config = settings(env_id)
+            run = submit.create(client, config, submit.prepare(config))
+            import torch
+
+            from ddrl.store import leases
+
+            token = leases.acquire(client, run, host="benchmark", folder="-", ttl_ms=3_600_000)
+            assert token is not None
+            learner = base.resolve(config, runs.spaces(client, run)).learner(
+                device=torch.device("cpu"), seed=1
+            )
+            blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+            weights.publish(client, run, token, version=0, blob=blob, allowance=40_000, updates=0)
+            players = Players()
+            while runs.state(client, run).appended_steps < 40_000:
+                stream.claim(client, run, 1)
+                play(client, blocking, players, run)
+            some = list(episodes.read(client, run))[:200]
+            ratios, speeds = [], []
+            for _ in range(rounds):
+                started = time.perf_counter()
+                for one in some:
+                    assert not episodes.replay(client, run, one).difference
+                again_s = time.perf_counter() - started
+                bare_s = 0.0
+                for one in some:
+                    actions = [action for part in episodes._parts(client, run, one) for action in part.action]
+                    started = time.perf_counter()
+                    made = envs.make_one(config.env)
+                    made.reset(seed=one.start)
+                    for action in actions:
+                        made.step(action)
+                    made.close()
+                    bare_s += time.perf_counter() - started
+                steps = sum(one.length for one in some)
+                ratios.append(bare_s / again_s)
+                speeds.append((steps / again_s, steps / bare_s))
+            again, bare = (f"{statistics.median(values):,.0f}" for values in zip(*speeds, strict=True))
+            print(f"| {env_id} | {len(some)} | {again} | {bare} | {100 * statistics.median(ratios):.0f} % |")
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("seeds", "replay"))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    arguments = parser.parse_args()
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
+    print(heading("Recorded episodes") + "\n")
+    if arguments.what == "seeds":
+        seeds(arguments.rounds, arguments.seconds)
+    else:
+        replays(arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

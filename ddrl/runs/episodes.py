@@ -1,0 +1,312 @@
+"""The episodes in a run's stream, and playing one again: from its recorded seed, by its recorded actions.
+
+An episode of an environment of Gymnasium's begins with a seeded reset. An ALE game is seeded once for each lane of a
+process, so that its later games are reached through all those before, as long as the stream holds them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ddrl import codec, envs
+from ddrl.config import EnvConfig
+from ddrl.envs import requirements
+from ddrl.runs.evaluation import Film, OnFrame, is_atari
+from ddrl.store import runs, stream
+from ddrl.store.connection import Redis, StoreError
+
+COLUMNS = ("reset_index", "reset_seed", "episode_return", "episode_length")
+
+
+class Place(NamedTuple):
+    """A row of a producer's play: its fragment, and a row of that, counted from the first one that is no context."""
+
+    seq: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Episode:
+    """An episode that lies in the stream whole.
+
+    Attributes:
+        producer, lane: who played it.
+        begin: of its first observation; `end`: of the row after its last step, where the next one begins.
+        seed: of its reset; -1: the random numbers of the game before went on.
+        seeded, start: the newest reset with a seed at or before it, if the stream has all since then, and that seed.
+        host: where it was played.
+        first_version, last_version: of the weights.
+        episode_return: unscaled.
+        length: in agent steps.
+        at_s: when its end was appended, by the server's clock.
+        entries: fragments from `seeded`, or else from `begin`, to its end: seq -> id in the stream.
+    """
+
+    producer: int
+    lane: int
+    begin: Place
+    end: Place
+    seed: int
+    seeded: Place | None
+    start: int
+    host: str
+    first_version: int
+    last_version: int
+    episode_return: float
+    length: int
+    at_s: float
+    entries: Mapping[int, bytes]
+
+    @property
+    def name(self) -> str:
+        """Producer, lane, and where it begins: the fragment's number and the row."""
+        return f"{self.producer}-{self.lane}-{self.begin.seq}-{self.begin.row}"
+
+
+@dataclass
+class _Lane:
+    """Of a lane, where its episode began, and its newest seed."""
+
+    begin: Place | None = None
+    seed: int = -1
+    version: int = 0
+    seeded: Place | None = None
+    start: int = -1
+
+
+@dataclass
+class _Producer:
+    """What was read of a producer: its newest fragment, its lanes, and the fragments without a gap."""
+
+    incarnation: int = -1
+    seq: int = -2
+    lanes: dict[int, _Lane] = field(default_factory=dict)
+    entries: dict[int, bytes] = field(default_factory=dict)
+
+
+def read(client: Redis, run: str) -> Iterator[Episode]:
+    """Yield the episodes that lie in the stream whole, in the order of their ends."""
+    newest = stream.newest(client, run, 1)
+    last = newest[0].entry_id if newest else b"0-0"
+    names = (b"h", b"p", *(name.encode() for name in COLUMNS))
+    known: dict[int, _Producer] = defaultdict(_Producer)
+    for entries in stream.appended(client, run, b"0-0", last, names, codec.MAX_HEADER_BYTES):
+        for entry in entries:
+            try:
+                header = codec.parse_header(entry.fields.get(b"h", b""))
+                columns = codec.decode_columns(entry.fields, COLUMNS)
+            except codec.CodecError:
+                continue
+            if entry.producer >= 0 and len(columns) == len(COLUMNS):  # earlier versions recorded no seeds
+                yield from _read(known[entry.producer], entry, header, columns)
+
+
+def _read(
+    producer: _Producer, entry: stream.Entry, header: Mapping[str, Any], columns: Mapping[str, np.ndarray]
+) -> Iterator[Episode]:
+    """Yield the episodes that end in a fragment."""
+    incarnation, seq, version = header["incarnation"], header["seq"], header["policy_version"]
+    if (incarnation, seq) != (producer.incarnation, producer.seq + 1):  # some have left the stream
+        producer.lanes, producer.entries = {}, {}
+    producer.incarnation, producer.seq, producer.entries[seq] = incarnation, seq, entry.entry_id
+    resets = zip(columns["reset_index"].tolist(), columns["reset_seed"].tolist(), strict=True)
+    ended = iter(zip(columns["episode_return"].tolist(), columns["episode_length"].tolist(), strict=True))
+    for (row, lane), seed in resets:
+        place, state = Place(seq, row - header["C"]), producer.lanes.setdefault(lane, _Lane())
+        # The first row of all ends no episode.
+        if place != (0, 0) and (found := next(ended, None)) is not None and state.begin is not None:
+            first = (state.seeded or state.begin).seq
+            yield Episode(
+                producer=entry.producer,
+                lane=lane,
+                begin=state.begin,
+                end=place,
+                seed=state.seed,
+                seeded=state.seeded,
+                start=state.start,
+                host=header["host"],
+                first_version=state.version,
+                last_version=version,
+                episode_return=found[0],
+                length=found[1],
+                at_s=stream.order(entry.entry_id)[0] / 1e3,
+                entries={one: producer.entries[one] for one in range(first, seq + 1)},
+            )
+        state.begin, state.seed, state.version = place, seed, version
+        if seed >= 0:
+            state.seeded, state.start = place, seed
+    needed = min(((lane.seeded or lane.begin or place).seq for lane in producer.lanes.values()), default=seq)
+    for old in [one for one in producer.entries if one < needed]:
+        del producer.entries[old]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What playing an episode again gave.
+
+    Attributes:
+        steps: played again, those of games before it included.
+        difference: the first one from what was recorded; "" if there is none.
+    """
+
+    steps: int
+    difference: str = ""
+
+
+def replay(client: Redis, run: str, episode: Episode, on_frame: OnFrame | None = None) -> Replayed:
+    """Play an episode again, and compare each observation, reward and end with the recorded ones, bit for bit.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        episode: one of `read`.
+        on_frame: called with pictures of it, as of `evaluation.score`.
+
+    Raises:
+        EnvError: the environment cannot be made or filmed here.
+        StoreError: it has left the stream since, or no reset with a seed is left there.
+    """
+    if episode.seeded is None:
+        raise StoreError(
+            f"episode {episode.name} of {run}: the random numbers of its game began before what the stream still holds"
+        )
+    config, spaces = runs.config(client, run), runs.spaces(client, run)
+    env = config.env.model_copy(update={"num_envs": 1})
+    film = None if on_frame is None else Film(env, spaces, on_frame)
+    played = _Game(env) if is_atari(env) else film.make() if film else envs.make_one(env)
+    num_steps = 0
+    try:
+        seen = played.reset(seed=episode.start)[0]
+        for part in _parts(client, run, episode):
+            steps = len(part.action)
+            observed = np.empty((steps + 1, *spaces.observation_shape), spaces.observation_dtype)
+            reward, terminated, truncated = np.empty(steps), *np.zeros((2, steps), np.bool_)
+            observed[0] = seen
+            for step, action in enumerate(part.action):
+                if film and part.first + step >= part.begin:
+                    film.take(played, observed[step])
+                seen, reward[step], terminated[step], truncated[step], _ = played.step(action)
+                observed[step + 1] = seen
+                if (terminated[step] or truncated[step]) != (part.terminated[step] or part.truncated[step]):
+                    break
+            rewards = envs.training_reward(env, reward)
+            found = {"observation": observed[:-1], "reward": rewards, "terminated": terminated}
+            found |= {"truncated": truncated & ~terminated}
+            for name, values in found.items():
+                if difference := _difference(values[: step + 1], getattr(part, name)[: step + 1]):
+                    return Replayed(
+                        num_steps + step + 1, f"step {num_steps + difference[0]}: {name}{difference[1]}"
+                    )
+            num_steps += steps
+            if part.final is not None and (difference := _difference(observed[-1:], part.final[None])):
+                return Replayed(num_steps, f"last observation{difference[1]}")
+        if film:
+            film.take(played, observed[-1])
+    finally:
+        played.close()
+    return Replayed(num_steps)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A lane's steps in one fragment: T of them, with what was recorded before and at each.
+
+    Attributes:
+        first: number of the first step; `begin`: of the step with which the episode itself begins.
+        observation: [T, *O] before each step. action: [T, *A].
+        reward, terminated, truncated: [T], as learned from.
+        final: [*O] the last observation, where the last step was truncated.
+    """
+
+    first: int
+    begin: int
+    observation: np.ndarray
+    action: np.ndarray
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    final: np.ndarray | None
+
+
+def _parts(client: Redis, run: str, episode: Episode) -> Iterator[_Part]:
+    """Yield the steps from the episode's seed to its end.
+
+    Raises:
+        StoreError: a fragment has left the stream since.
+    """
+    lane, start, first, begin = episode.lane, episode.seeded or episode.begin, 0, 2**62
+    for seq, entry_id in episode.entries.items():
+        found = stream.read(client, run, stream.before(entry_id), count=1, until=entry_id)
+        if not found:
+            raise StoreError(f"episode {episode.name} of {run}: has left the stream meanwhile")
+        fragment = codec.decode(found[0].fields)
+        rows = range(
+            start.row if seq == start.seq else 0,
+            episode.end.row if seq == episode.end.seq else fragment.num_steps,
+        )
+        if not rows:
+            continue
+        if begin == 2**62 and (seq, rows[-1]) >= episode.begin:
+            begin = first + max(0, episode.begin.row - rows[0] if seq == episode.begin.seq else 0)
+        part = slice(fragment.context + rows[0], fragment.context + rows[-1] + 1)
+        finals = {(row, one): place for place, (row, one) in enumerate(fragment.final_index.tolist())}
+        final = finals.get((part.stop - 1, lane))
+        yield _Part(
+            first,
+            begin,
+            **{
+                name: getattr(fragment, name)[part, lane]
+                for name in ("observation", "action", "reward", "terminated", "truncated")
+            },
+            final=None if final is None else fragment.final_observation[final],
+        )
+        first += len(rows)
+
+
+class _Game:
+    """A lane of ALE games as one environment that begins anew by itself, in which a lost life is an end."""
+
+    def __init__(self, env: EnvConfig) -> None:
+        self._vector = envs.make_vector(env)
+
+    def reset(self, *, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
+        """Begin a game."""
+        return self._vector.reset(seed=[seed])[0][0], {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Take a step; the observation after a game is the first one of the next."""
+        observation, reward, terminated, truncated, info = self._vector.step(action[None])
+        is_lost = info.get("life_lost", terminated)[0]
+        return observation[0], reward[0], terminated[0] or is_lost, truncated[0], {}
+
+    def close(self) -> None:
+        """Close the games."""
+        self._vector.close()
+
+
+def _difference(here: np.ndarray, recorded: np.ndarray) -> tuple[int, str] | None:
+    """Return the first row in which two arrays differ in a bit, and how; None if none does."""
+    here = np.ascontiguousarray(here, recorded.dtype)
+    is_same = here.view(np.uint8).reshape(len(here), -1) == np.ascontiguousarray(recorded).view(
+        np.uint8
+    ).reshape(len(here), -1)
+    rows = np.flatnonzero(~is_same.all(axis=1))
+    if not len(rows):
+        return None
+    row = int(rows[0])
+    where = np.argwhere(here[row] != recorded[row]) if here[row].ndim else np.zeros((1, 0), np.int64)
+    place = tuple(where[0].tolist()) if len(where) else ()
+    name = f"[{', '.join(map(str, place))}]" if place else ""
+    return row, f"{name} is {here[row][place]} here, {recorded[row][place]} recorded"
+
+
+def other_versions(client: Redis, run: str) -> dict[str, tuple[str, str]]:
+    """Return the packages that differ: name -> version with which the run was submitted, and the one here."""
+    here = requirements.run_versions(runs.config(client, run))
+    known = runs.state(client, run).versions
+    return {name: (was, here.get(name, "none")) for name, was in known.items() if here.get(name) != was}
