@@ -39,7 +39,7 @@ def collecting(env_id: str, *, is_seeded: bool) -> Callable[[float], float]:
 
     config = settings(env_id)
     resolved = base.resolve(config, submit.prepare(config))
-    who = {"run": "episodes", "producer": 1, "incarnation": 1}
+    who: Any = {"run": "episodes", "producer": 1, "incarnation": 1}
     collector = Collector(**who, config=config, resolved=resolved, random_until_learned=False)
     learner = resolved.learner(device=torch.device("cpu"), seed=1)
     collector.load(1, {name: value.numpy() for name, value in learner.weights().items()})
@@ -47,7 +47,7 @@ def collecting(env_id: str, *, is_seeded: bool) -> Callable[[float], float]:
         vector: Any = collector._vector
 
         def begin(lane: int, seed: int) -> None:
-            vector._observation[lane] = vector._envs[lane].reset()[0]
+            vector._observation[lane] = vector.envs[lane].reset()[0]
 
         vector._begin = begin
 

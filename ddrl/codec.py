@@ -262,7 +262,7 @@ def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: in
         return shapes[name][number] if len(shapes.get(name, ())) > number else 0
 
     for name in ("final_index", "episode_return", "memory_index", "reset_index"):
-        if axis(name, 0) > rows * num_envs:
+        if axis(name, 0) > (rows + (name == "reset_index")) * num_envs:
             raise CodecError(f"{name}: {axis(name, 0)} rows, more than {rows} x {num_envs} steps can have")
     item = shapes["observation"][2:]
     expected = {

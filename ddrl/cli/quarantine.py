@@ -28,7 +28,8 @@ def quarantine(
     """Leave fragments out of what a run learns from; without options, list the rules. All that is given must hold."""
     since_s = seconds(since, "--since")
     with server_of(run) as (client, run):
-        before = after = store.rules(client, run)
+        before, revision = store.read(client, run)
+        after = before
         reason = ""
         if any(option is not None for option in (host, producer, versions, since)):
             if lift is not None:
@@ -50,7 +51,7 @@ def quarantine(
                     f"quarantine of {reason}: would leave {run} nothing of its {found.total:,} fragments; name fewer"
                 )
         if after != before:
-            store.change(client, run, before, after, reason)
+            store.change(client, run, revision, after, {"event": "quarantine", "reason": reason})
     rows: list[dict[str, Any]] = [
         {"rule": number, "what": str(rule), "fragments": fragments, "env_steps": steps}
         for number, (rule, fragments, steps) in enumerate(

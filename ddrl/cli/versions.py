@@ -87,22 +87,21 @@ def rollback(
         state, latest = runs.state(client, run), weights.index(client, run).latest
         if state.outcome == "solved":
             raise InputError(f"{run}: is solved; `ddrl branch {run}@{number}` starts another run from there")
-        if number >= latest:
-            raise InputError(
-                f"{run}@{number}: is the newest version; name an earlier one of `ddrl versions {run}`"
-            )
         from ddrl import policy
         from ddrl.algorithms import base
 
         blob = policy.weights_blob(client, run, number)
-        before = after = quarantine.rules(client, run)
-        if not (
-            keep_experience or base.resolve(runs.config(client, run), runs.spaces(client, run)).on_policy
-        ):
-            after = (*before, Rule(first_version=number + 1, last_version=latest))
+        if number == latest:
+            raise InputError(
+                f"{run}@{number}: is the newest version; name an earlier one of `ddrl versions {run}`"
+            )
+        rules, revision = quarantine.read(client, run)
+        resolved = base.resolve(runs.config(client, run), runs.spaces(client, run))
+        if not (keep_experience or resolved.on_policy):
+            rules = (*rules, Rule(first_version=number + 1, last_version=latest))
         entry = {"event": "rollback", "option": "version", "from": latest, "to": number}
         entry |= {"env_steps": state.appended_steps}
-        quarantine.revise(client, run, quarantine.encode(before), quarantine.encode(after), blob, entry)
+        quarantine.change(client, run, revision, rules, entry, blob)
     goes_on = "its learner goes on from there" if state.leased else f"`ddrl resume {run}` goes on from there"
     answer({"run": run, "version": number, "from": latest}, f"{run}: back to version {number}; {goes_on}",
            json_output=json_output)  # fmt: skip

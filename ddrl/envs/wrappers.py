@@ -168,14 +168,14 @@ class Lanes:
         read: returns an episode's metrics from its last info.
 
     Attributes:
-        num_envs: N.
+        envs: as given; `num_envs` is N.
         reset_seeds: [N] int64, from which the episodes that go on began.
     """
 
     def __init__(
         self, envs: Sequence[gymnasium.Env[Any, Any]], read: Callable[[dict[str, Any]], list[float]]
     ) -> None:
-        self._envs, self._read, self.num_envs = envs, read, len(envs)
+        self.envs, self._read, self.num_envs = envs, read, len(envs)
         self.single_observation_space = space = envs[0].observation_space
         self.single_action_space = envs[0].action_space
         self._observation = np.zeros((len(envs), *(space.shape or ())), space.dtype)
@@ -204,7 +204,7 @@ class Lanes:
         """
         reward, info = np.zeros(self.num_envs), dict[str, np.ndarray]()
         terminated, truncated = np.zeros((2, self.num_envs), np.bool_)
-        for lane, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
+        for lane, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
             observation, reward[lane], is_over, is_cut, last = env.step(action)
             if is_over or is_cut:
                 if not info:
@@ -219,13 +219,13 @@ class Lanes:
 
     def render(self) -> Any:
         """Return a picture of the first one."""
-        return self._envs[0].render()
+        return self.envs[0].render()
 
     def close(self) -> None:
         """Close all."""
-        for env in self._envs:
+        for env in self.envs:
             env.close()
 
     def _begin(self, lane: int, seed: int) -> None:
-        self._observation[lane] = self._envs[lane].reset(seed=seed)[0]
+        self._observation[lane] = self.envs[lane].reset(seed=seed)[0]
         self.reset_seeds[lane] = seed

@@ -77,7 +77,7 @@ class Core:
             spaces=resolved.spec,
             limits=limits,
             pack=self.replay.pack,
-            rules=quarantine.rules(reader_client, run),
+            rules=quarantine.read(reader_client, run)[0],
             ranks=(ranks.rank, ranks.size),
         )
         self.num_batches = self.checksum = 0

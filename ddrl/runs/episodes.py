@@ -20,6 +20,7 @@ from ddrl.runs.evaluation import Film, OnFrame, is_atari
 from ddrl.store import runs, stream
 from ddrl.store.connection import Redis, StoreError
 
+LAST = "ddrl last observation"
 COLUMNS = ("reset_index", "reset_seed", "episode_return", "episode_length")
 
 
@@ -190,7 +191,7 @@ def replay(client: Redis, run: str, episode: Episode, on_frame: OnFrame | None =
             for step, action in enumerate(part.action):
                 if film and part.first + step >= part.begin:
                     film.take(played, observed[step])
-                seen, reward[step], terminated[step], truncated[step], _ = played.step(action)
+                seen, reward[step], terminated[step], truncated[step], info = played.step(action)
                 observed[step + 1] = seen
                 if (terminated[step] or truncated[step]) != (part.terminated[step] or part.truncated[step]):
                     break
@@ -203,10 +204,11 @@ def replay(client: Redis, run: str, episode: Episode, on_frame: OnFrame | None =
                         num_steps + step + 1, f"step {num_steps + difference[0]}: {name}{difference[1]}"
                     )
             num_steps += steps
-            if part.final is not None and (difference := _difference(observed[-1:], part.final[None])):
+            last = info.get(LAST, seen)
+            if part.final is not None and (difference := _difference(last[None], part.final[None])):
                 return Replayed(num_steps, f"last observation{difference[1]}")
         if film:
-            film.take(played, observed[-1])
+            film.take(played, last)
     finally:
         played.close()
     return Replayed(num_steps)
@@ -279,10 +281,11 @@ class _Game:
         return self._vector.reset(seed=[seed])[0][0], {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Take a step; the observation after a game is the first one of the next."""
+        """Take a step; the observation after a game is the first one of the next, and the info has its own."""
         observation, reward, terminated, truncated, info = self._vector.step(action[None])
         is_lost = info.get("life_lost", terminated)[0]
-        return observation[0], reward[0], terminated[0] or is_lost, truncated[0], {}
+        last = {LAST: info["final_obs"][0]} if "final_obs" in info else {}
+        return observation[0], reward[0], terminated[0] or is_lost, truncated[0], last
 
     def close(self) -> None:
         """Close the games."""

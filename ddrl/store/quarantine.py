@@ -7,8 +7,9 @@ cover. So a fragment that is covered is never drawn, and is drawn again once no 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from pydantic import Field, TypeAdapter
 from redis import Redis
@@ -68,42 +69,32 @@ Rules = tuple[Rule, ...]
 _RULES = TypeAdapter(Annotated[Rules, Field(max_length=MOST_RULES)])
 
 
-def rules(client: Redis, run: str) -> Rules:
-    """Return the rules of a run."""
-    return _RULES.validate_json(cast("bytes | None", client.hget(keys.state(run), "quarantine")) or "[]")
+def read(client: Redis, run: str) -> tuple[Rules, int]:
+    """Return the rules of a run, and the revision of its state."""
+    names = ("quarantine", "revision")
+    found, revision = cast("list[bytes | None]", client.hmget(keys.state(run), names))
+    return _RULES.validate_json(found or "[]"), int(revision or 0)
 
 
-def change(client: Redis, run: str, before: Rules, after: Rules, reason: str) -> None:
+def change(
+    client: Redis, run: str, revision: int, rules: Rules, entry: Mapping[str, Any], weights: bytes = b""
+) -> None:
     """Replace the rules, and have the run's learner go on from its checkpoint with them.
 
     Args:
         client: connection to the server.
         run: its id.
-        before: those that were read.
-        after: the new ones.
-        reason: for the journal.
+        revision: as it was read with the rules that these replace.
+        rules: the new ones.
+        entry: of the journal.
+        weights: that the learner goes back to, as safetensors; b"": none.
 
     Raises:
-        StoreError: they were changed since, are too many, or the run is gone.
+        StoreError: there was another change since, the rules are too many, or the run is gone.
     """
-    if len(after) > MOST_RULES:
+    if len(rules) > MOST_RULES:
         raise StoreError(f"run {run}: has {MOST_RULES} rules of quarantine, which is the most; lift some")
-    revise(client, run, encode(before), encode(after), b"", {"event": "quarantine", "reason": reason})
-
-
-def revise(
-    client: Redis, run: str, before: str, after: str, weights: bytes, entry: dict[str, object]
-) -> None:
-    """Change what a run's learner goes on with: the rules, and the policy's weights if there are any.
-
-    Raises:
-        StoreError: the rules were changed since they were read, or the run is gone.
-    """
+    text = json.dumps([asdict(rule) for rule in rules]) if rules else ""
     script_keys = [keys.state(run), keys.journal(run), keys.rollback(run)]
-    if not call(client, "revise", script_keys, [before, after, weights, JOURNAL_LENGTH, entry]):
+    if not call(client, "revise", script_keys, [revision, text, weights, JOURNAL_LENGTH, dict(entry)]):
         raise StoreError(f"run {run}: its quarantine was changed meanwhile; look at it and try again")
-
-
-def encode(rules: Rules) -> str:
-    """Return rules as the state holds them; "" for none."""
-    return json.dumps([asdict(rule) for rule in rules]) if rules else ""

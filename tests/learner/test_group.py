@@ -161,7 +161,7 @@ def test_ranks_with_other_parameters_end_the_group(run) -> None:
 def test_what_is_reported_of_entries_that_were_taken_or_passed_is_forgotten() -> None:
     """A follower may report entries that have left the stream when the leader comes to them."""
     rounds = ["2-0", "3-0", "9-0", "9-1"], ["5-0", "4-0"], ["8-0"]
-    reports = [[[one, "", "", [1, 7, 0, 8]] for one in entries] for entries in rounds]
+    reports = [[[one, "", "", [1, 7, 0, 8], False] for one in entries] for entries in rounds]
     told = iter(reports)
 
     def exchange(data: bytes) -> list[bytes]:
@@ -199,7 +199,7 @@ def test_a_follower_admits_what_the_leader_has_admitted_and_nothing_else() -> No
 
 def test_an_entry_that_its_rank_never_reports_ends_the_group() -> None:
     """As after XADD with MAXLEN, when only the leader has read it."""
-    told = {"entries": [["3-0", "", "", [1, 7, 0, 8]]], "total": 0.0, "oldest": "", "leaves": False}
+    told = {"entries": [["3-0", "", "", [1, 7, 0, 8], False]], "total": 0.0, "oldest": "", "leaves": False}
     ranks = SimpleNamespace(
         size=2, exchange=lambda data: [data, json.dumps({**told, "checksum": 0}).encode()]
     )
@@ -209,7 +209,12 @@ def test_an_entry_that_its_rank_never_reports_ends_the_group() -> None:
     assert [leading.report(entry) for entry in entries] == [None] * 2
     time.sleep(0.15)
     leading.tell(b"2-0")
-    assert leading.report(entries[0]) == {"reason": "", "head": b"", "played": Played(1, 7, 0, 8)}
+    assert leading.report(entries[0]) == {
+        "reason": "",
+        "head": b"",
+        "played": Played(1, 7, 0, 8),
+        "left_out": False,
+    }
     assert leading.report(replace(entries[1], rank=0)) == {} and leading.report(entries[1]) is None
     time.sleep(0.15)
     with pytest.raises(RankLostError, match="rank 1 does not report entry 4-0"):

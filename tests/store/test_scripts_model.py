@@ -44,6 +44,7 @@ from ddrl.store import (
     local_checkpoints,
     logs,
     metrics,
+    quarantine,
     runs,
     segments,
     stream,
@@ -126,6 +127,9 @@ class Run:
     fence: int | None = None
     lease: int | None = None
     handover: str = ""
+    revision: int = 0
+    rules: quarantine.Rules = ()
+    earlier: bytes | None = None
     config_version: int = 0
     allowance: int = 0
     players: int = 1
@@ -598,6 +602,36 @@ class Scripts(RuleBasedStateMachine):
             return run.crashes if kind == "crash" else None
 
         assert crashes == self.expect(run, act)
+
+    @step(
+        number=RUN,
+        age=AGE,
+        kind=st.sampled_from(["rules", "weights", "stale", "end"]),
+        version=st.integers(1, 3),
+    )
+    def revise(self, number: int, age: int, kind: str, version: int) -> None:
+        name, run = self.touch(number)
+        revision = run.revision if run else 0
+        if kind == "end":
+            if (
+                self.write(name, age, lambda token: runs.end_rollback(self.client, name, token, revision))
+                and run
+            ):
+                run.earlier = None
+            return
+        rules, blob = (quarantine.Rule(first_version=version),), b"w" if kind == "weights" else b""
+
+        def act() -> None:
+            read = revision + 5 * (kind == "stale")
+            quarantine.change(self.client, name, read, rules, {"event": "revised"}, blob)
+
+        if run is None or kind == "stale":
+            with pytest.raises(StoreError, match="changed meanwhile"):
+                act()
+            return
+        act()
+        run.revision, run.rules, run.earlier = revision + 1, rules, blob or run.earlier
+        run.journal.append("revised")
 
     # --- learners ---
 
@@ -1401,6 +1435,8 @@ class Scripts(RuleBasedStateMachine):
         state = runs.state(self.client, name)
         shown = "ending" if run.status in ENDED and run.is_open else run.status
         assert (state.status, state.leased, state.handover) == (shown, run.lease is not None, run.handover)
+        assert quarantine.read(self.client, name) == (run.rules, run.revision)
+        assert runs.rollback(self.client, name) == (run.earlier, run.revision)
         assert (state.allowance, state.version, state.updates) == (run.allowance, run.version, run.updates)
         appended = (state.appended_fragments, state.appended_steps, state.appended_bytes, state.trimmed_bytes)
         assert appended == (run.fragments, run.steps, run.bytes, run.trimmed_bytes)

@@ -102,7 +102,7 @@ def test_extras_land_row_for_row() -> None:
     played = make(policy=Plays(marked), rollout={"action_noise": 2.0})
     for fragment in (*(played.collect(max_steps=n) for n in (1, 5, 16)), played.collect(stop_at=0.0)):
         seen, extras = fragment.observation[:-1], codec.decode(codec.encode(fragment)).extras  # [T, N, 1]
-        assert list(extras) == ["behavior_log_prob", "raw_action"]
+        assert list(extras) == ["behavior_log_prob", "raw_action", "reset_index", "reset_seed"]
         np.testing.assert_array_equal(extras["behavior_log_prob"], -seen[..., 0], strict=True)
         np.testing.assert_array_equal(extras["raw_action"], seen + np.float32(0.25), strict=True)
         assert not np.allclose(fragment.action, seen)
