@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "evaluate": ("Results", "evaluate", "Play a policy, here or on the run's fleet, and print its score."),
     "export": ("Results", "policies", "Write a policy to one file that plays anywhere."),
     "versions": ("Results", "versions", "List the versions that a run keeps, with their scores."),
-    "episodes": ("Results", "episodes", "List the training episodes that the stream holds."),
+    "episodes": ("Results", "episodes", "List training episodes that the stream holds."),
     "replay": ("Results", "episodes", "Play training episodes again and compare them bit for bit."),
     "backfill": ("Results", "versions", "Evaluate versions that a run has kept, on its fleet."),
     "audit": ("Maintenance", "audit", "Check for each producer that every fragment is accounted for."),

@@ -72,7 +72,7 @@ def episodes(
                 )
             )
         table(("episode", "age", "host", "version", "steps", "return"), cells, left=("host",))
-        note(f"`ddrl replay {run}/{rows[-1]['episode']}` plays one again")
+        note(f"`ddrl replay {run}/{rows[0 if best or worst else -1]['episode']}` plays one again")
 
 
 def _chosen(found: Iterable[Episode], num: int, best: bool, worst: bool) -> list[Episode]:

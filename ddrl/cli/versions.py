@@ -41,6 +41,7 @@ def backfill(
 ) -> None:
     """Evaluate versions that a run has kept, on its fleet, for its curves and for `ddrl versions`."""
     from ddrl import celery
+    from ddrl.runs import artifacts
     from ddrl.runs.versions import to_evaluate
 
     with server_of(run) as (client, run):
@@ -68,6 +69,9 @@ def backfill(
                 for done, row in enumerate(found, 1):
                     asked.keep(row)
                     show(done, len(due))
+        state = runs.state(client, run)
+        if due and state.ended and artifacts.is_of(Path(state.folder), run):  # else its learner writes it
+            artifacts.write(client, run, Path(state.folder))
         if not due and not json_output:
             note(f"{run}: all of these versions have such an evaluation")
         _show(client, run, json_output)

@@ -1412,7 +1412,10 @@ class Scripts(RuleBasedStateMachine):
         assert fence["token"] > snapshot.token
         return replace(
             Run(before.weight, before.priority, before.queue),
-            **{one: getattr(before, one) for one in ("status", "reason", "config_version", "bytes", "duplicates")},
+            **{
+                one: getattr(before, one)
+                for one in ("status", "reason", "config_version", "bytes", "duplicates", "rules", "revision")
+            },
             **{one: getattr(before, one) for one in ("full", "dead", "crashes", "crashes_total", "lost", "error")},
             max_producers=before.max_producers,
             **{one: getattr(before, one) for one in ("played_ms", "process_ms", "allowance_wait_ms", "room_wait_ms")},
