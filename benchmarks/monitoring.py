@@ -232,7 +232,9 @@ def live(rounds: int, seconds: float) -> tuple[list[tuple[float, ...]], list[tup
             with child([*start, "learner", run], environment, learning) as process:
                 while runs.state(client, run).updates < first + 1_000:  # past the warm-up
                     time.sleep(0.2)
-                time.sleep(2 * artifacts.EVERY_S)  # the first call of each, which imports
+                time.sleep(
+                    4 * artifacts.EVERY_S
+                )  # the first call of each imports for ten seconds beside the updates
                 before, started, spent_s = (
                     runs.state(client, run),
                     time.perf_counter(),

@@ -137,7 +137,9 @@ def test_commands_of_other_pages_run(page: str, home: Path, processes: Processes
     [study] = [block for block in blocks(GUIDE, "yaml") if "search:" in block]
     study = study.replace("trials: 16", "trials: 2").replace("stop.time: 3m", "stop.time: 5s")
     (processes.folder / "study.yaml").write_text(study)
-    active = json.loads(shell(processes, None, "ddrl submit lunar --detach --json -s stop.return=null", "1h"))["run"]
+    active = json.loads(
+        shell(processes, None, "ddrl submit lunar --detach --json -s stop.return=null", "1h")
+    )["run"]
     try:
         for words, is_whole in commands((ROOT / page).read_text("utf-8")):
             if is_whole and not set(words) & set(ELSEWHERE):

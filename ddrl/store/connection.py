@@ -819,6 +819,11 @@ def execute(pipe: Pipeline) -> list[Any]:
     return _loading(pipe, read)
 
 
+def digest(name: str) -> str:
+    """Return the SHA-1 by which clients in other languages call a script; a learner has loaded it."""
+    return _script(name)[1]
+
+
 def _loading(client: redis.Redis | Pipeline, run: Callable[[], T]) -> T:
     """Return the reply of scripts that the server knows, or else are loaded with all others if the user may."""
     try:

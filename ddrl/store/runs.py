@@ -21,13 +21,14 @@ from pydantic_core import from_json
 from redis import Redis
 
 from ddrl.store import bounded, capped_streams, checkpoints, keys
-from ddrl.store.connection import StoreError, call, execute
+from ddrl.store.connection import StoreError, call, digest, execute
 from ddrl.store.untrusted import number, short_text
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
     from ddrl.config import RunConfig
 
+WIRE_FORMAT = 1  # what docs/wire.md describes
 JOURNAL_LENGTH = 10_000
 LONGEST_FIELD = 1_000  # characters of a journal's entry that are read
 DELETED_AT_ONCE = 500  # keys
@@ -204,8 +205,9 @@ def create(
 
 
 def _mirrored(config: RunConfig) -> dict[Any, Any]:
-    """Return the settings that scripts and other runs' dispatchers read from the state."""
+    """Return what scripts, other runs' dispatchers and clients in other languages read from the state."""
     return {
+        "wire": json.dumps({"format": WIRE_FORMAT, "append": digest("append")}),
         "max_bytes": int(config.replay.max_bytes),
         "weight": config.weight,
         "priority": config.priority,
