@@ -12,7 +12,9 @@ import os
 import statistics
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from machine import ROOT, child, cores, fresh_home, heading
 
@@ -73,9 +75,11 @@ def main() -> None:
                 return (runs.state(client, run).appended_steps - before) / (time.perf_counter() - started)
 
             found: dict[str, list[float]] = {"C": [], "Python": []}
+            place = urlsplit(url)
+            command, pinned = [str(program), place.path, "0", run], partial(os.sched_setaffinity, 0, {core})
+            secret = {**os.environ, "DDRL_PASSWORD": unquote(place.password or "")}
             for _ in range(arguments.rounds):
-                command = [program, url.removeprefix("unix://").partition("?")[0], "0", run]
-                with subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, {core})) as actor:
+                with subprocess.Popen(command, env=secret, preexec_fn=pinned) as actor:
                     found["C"].append(measured())
                     actor.kill()
                 with child(["-m", "ddrl", "worker", "--role", "rollout", "-c", "1"], environment, core):

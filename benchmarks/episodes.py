@@ -112,20 +112,22 @@ def replays(rounds: int) -> None:
             some = list(episodes.read(client, run))[:200]
             ratios, speeds = [], []
             for _ in range(rounds):
-                started = time.perf_counter()
-                for one in some:
-                    assert not episodes.replay(client, run, one).difference
-                again_s = time.perf_counter() - started
-                bare_s = 0.0
-                for one in some:
-                    actions = [action for part in episodes._parts(client, run, one) for action in part.action]
-                    started = time.perf_counter()
-                    made = envs.make_one(config.env)
+                started = time.process_time()
+                with episodes.Replayer(client, run) as replayer:
+                    for one in some:
+                        assert not replayer.play(one).difference
+                    again_s = time.process_time() - started
+                    taken = [
+                        [action for part in replayer._parts(one) for action in part.action] for one in some
+                    ]
+                started = time.process_time()
+                made = envs.make_one(config.env)
+                for one, actions in zip(some, taken, strict=True):
                     made.reset(seed=one.start)
                     for action in actions:
                         made.step(action)
-                    made.close()
-                    bare_s += time.perf_counter() - started
+                made.close()
+                bare_s = time.process_time() - started
                 steps = sum(one.length for one in some)
                 ratios.append(bare_s / again_s)
                 speeds.append((steps / again_s, steps / bare_s))

@@ -24,8 +24,7 @@ static void fail(const char *format, ...) {
   va_start(args, format);
   fprintf(stderr, "actor: error: ");
   vfprintf(stderr, format, args);
-  fprintf(stderr, "\n");
-  exit(1);
+  fputs("\n", stderr), exit(1);
 }
 
 static double now(void) {
@@ -212,7 +211,7 @@ static void play(Pole *poles, int T, const char *run, const unsigned long long *
 
 static redisContext *server;
 static const char *host;
-static int port, is_ready; /* logged in */
+static int port, is_ready, is_told; /* logged in; of an outage */
 
 /* Send a command; connect first where there is no connection. NULL after an outage, in which it waits a moment. */
 static redisReply *ask(int argc, const char **argv, const size_t *lengths) {
@@ -235,6 +234,7 @@ static redisReply *ask(int argc, const char **argv, const size_t *lengths) {
   if (!comes_back) fail("the server refuses %s: %s", argv[0], reply->str);
   if (reply || !server) freeReplyObject(reply);
   else redisFree(server), server = NULL, is_ready = 0;
+  if (!server && !is_told) is_told = fprintf(stderr, "actor: %s:%d does not answer; asks again\n", host, port);
   usleep(500000);
   return NULL;
 }

@@ -116,12 +116,13 @@ def replay(
             raise InputError(f"{what}; `ddrl episodes {run}` lists those that are")
         on_frame = None if video is None else stack.enter_context(video_writer(video))
         show = stack.enter_context(progress("played {:,} of {:,} episodes", quiet=json_output))
+        replayer = stack.enter_context(module.Replayer(client, run, on_frame))
         differences, num_steps, without_seed = {}, 0, 0
         for done, episode in enumerate(known, 1):
             if episode.seeded is None and not slash:
                 without_seed += 1
                 continue
-            played = module.replay(client, run, episode, on_frame)
+            played = replayer.play(episode)
             num_steps += played.steps
             if played.difference:
                 differences[episode.name] = played.difference

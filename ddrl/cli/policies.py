@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddrl.cli.output import Client, InputError, Json, answer, server_of
+from ddrl.cli.output import Client, InputError, Json, answer, progress, server_of
 from ddrl.store import weights
 
 if TYPE_CHECKING:
@@ -92,10 +93,19 @@ def export(
     output: Output = None,
     folder: Folder = None,
     onnx: Onnx = False,
+    minari: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Write the episodes of the stream as a Minari dataset.")
+    ] = None,
     force: Force = False,
     json_output: Json = False,
 ) -> None:
     """Write a policy to one file that plays anywhere, without server or run folder; or a folder to share."""
+    if minari is not None:
+        if output is not None or folder is not None or onnx or version is not None or "@" in target:
+            raise InputError(
+                f"--minari {minari}: is of a run's episodes, and goes with none of the other options"
+            )
+        return _export_minari(target, minari, json_output)
     if folder is not None and (output is not None or onnx):
         other = "--onnx" if onnx else f"--output {output}"
         raise InputError(f"--folder {folder}: not together with {other}; give one of them")
@@ -115,6 +125,22 @@ def export(
     report = {"run": run, "version": number, "path": str(path), "bytes": path.stat().st_size}
     then = "" if onnx else f"; score it with `ddrl evaluate {path}`"
     answer(report, f"wrote version {number} of {run} to {path}{then}", json_output=json_output)
+
+
+def _export_minari(name: str, dataset: str, json_output: bool) -> None:
+    """Write a dataset."""
+    if importlib.util.find_spec("minari") is None or importlib.util.find_spec("h5py") is None:
+        raise InputError(f"--minari {dataset}: minari is not installed; pip install 'ddrl[minari]'")
+    from ddrl.runs.datasets import write_minari
+
+    with server_of(name) as (client, run):
+        with progress("wrote {:,} of {:,} episodes", quiet=json_output) as show:
+            num, steps = write_minari(client, run, dataset, show)
+        report = {"run": run, "dataset": dataset, "episodes": num, "steps": steps}
+        text = (
+            f"wrote {num:,} episodes of {run}, {steps:,} steps; minari.load_dataset({dataset!r}) opens them"
+        )
+        answer(report, text, json_output=json_output)
 
 
 def write(client: Client, run: str, version: int, path: Path, force: bool) -> Path:

@@ -6,8 +6,9 @@ process, so that its later games are reached through all those before, as long a
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +20,9 @@ from ddrl.envs import requirements
 from ddrl.runs.evaluation import Film, OnFrame, is_atari
 from ddrl.store import runs, stream
 from ddrl.store.connection import Redis, StoreError
+from ddrl.types import Fragment
 
+MOST_BYTES = 2**26  # of fragments that are kept decoded
 LAST = "ddrl last observation"
 COLUMNS = ("reset_index", "reset_seed", "episode_return", "episode_length")
 
@@ -159,59 +162,138 @@ class Replayed:
     difference: str = ""
 
 
-def replay(client: Redis, run: str, episode: Episode, on_frame: OnFrame | None = None) -> Replayed:
-    """Play an episode again, and compare each observation, reward and end with the recorded ones, bit for bit.
+class Steps(NamedTuple):
+    """Steps as the environment gave them: T of each, and the observation after the last."""
+
+    observation: np.ndarray
+    action: np.ndarray
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    last: np.ndarray
+
+
+class Replayer(contextlib.AbstractContextManager["Replayer"]):
+    """Plays episodes of a run again, and compares each observation, reward and end with the recorded ones, bit for bit.
 
     Args:
         client: connection to the server.
         run: its id.
-        episode: one of `read`.
-        on_frame: called with pictures of it, as of `evaluation.score`.
+        on_frame: called with pictures of the episodes, as of `evaluation.score`.
 
     Raises:
         EnvError: the environment cannot be made or filmed here.
-        StoreError: it has left the stream since, or no reset with a seed is left there.
     """
-    if episode.seeded is None:
-        raise StoreError(
-            f"episode {episode.name} of {run}: the random numbers of its game began before what the stream still holds"
+
+    def __init__(self, client: Redis, run: str, on_frame: OnFrame | None = None) -> None:
+        self._client, self._run = client, run
+        config, self._spaces = runs.config(client, run), runs.spaces(client, run)
+        self._env = config.env.model_copy(update={"num_envs": 1})
+        self._film = None if on_frame is None else Film(self._env, self._spaces, on_frame)
+        self._played: Any = (
+            _Game(self._env)
+            if is_atari(self._env)
+            else self._film.make()
+            if self._film
+            else envs.make_one(self._env)
         )
-    config, spaces = runs.config(client, run), runs.spaces(client, run)
-    env = config.env.model_copy(update={"num_envs": 1})
-    film = None if on_frame is None else Film(env, spaces, on_frame)
-    played = _Game(env) if is_atari(env) else film.make() if film else envs.make_one(env)
-    num_steps = 0
-    try:
+        self._fragments: OrderedDict[bytes, Fragment] = OrderedDict()  # read last
+
+    def __exit__(self, *_: object) -> None:
+        """Close the environment."""
+        self._played.close()
+
+    def play(self, episode: Episode, on_steps: Callable[[Steps], None] = lambda steps: None) -> Replayed:
+        """Play an episode again.
+
+        Args:
+            episode: one of `read`.
+            on_steps: called with the steps of each fragment that were the same; of games also those before it.
+
+        Raises:
+            StoreError: it has left the stream since, or no reset with a seed is left there.
+        """
+        if episode.seeded is None:
+            raise StoreError(
+                f"episode {episode.name} of {self._run}: the random numbers of its game began before what the stream "
+                "still holds"
+            )
+        num_steps, played, film = 0, self._played, self._film
+        dtype = played.observation_space.dtype
         seen = played.reset(seed=episode.start)[0]
-        for part in _parts(client, run, episode):
+        for part in self._parts(episode):
             steps = len(part.action)
-            observed = np.empty((steps + 1, *spaces.observation_shape), spaces.observation_dtype)
-            reward, terminated, truncated = np.empty(steps), *np.zeros((2, steps), np.bool_)
+            observed = np.empty((steps + 1, *self._spaces.observation_shape), dtype)
+            reward, (terminated, truncated) = np.empty(steps), np.zeros((2, steps), np.bool_)
+            recorded_ends = (part.terminated | part.truncated).tolist()
             observed[0] = seen
             for step, action in enumerate(part.action):
                 if film and part.first + step >= part.begin:
                     film.take(played, observed[step])
-                seen, reward[step], terminated[step], truncated[step], info = played.step(action)
+                seen, reward[step], is_over, is_cut, info = played.step(action)
                 observed[step + 1] = seen
-                if (terminated[step] or truncated[step]) != (part.terminated[step] or part.truncated[step]):
+                if is_over or is_cut:
+                    terminated[step], truncated[step] = is_over, is_cut
+                if (is_over or is_cut) != recorded_ends[step]:
                     break
-            rewards = envs.training_reward(env, reward)
-            found = {"observation": observed[:-1], "reward": rewards, "terminated": terminated}
-            found |= {"truncated": truncated & ~terminated}
+            found = {
+                "observation": observed[:-1],
+                "reward": envs.training_reward(self._env, reward),
+                "terminated": terminated,
+                "truncated": truncated & ~terminated,
+            }
             for name, values in found.items():
                 if difference := _difference(values[: step + 1], getattr(part, name)[: step + 1]):
-                    return Replayed(
-                        num_steps + step + 1, f"step {num_steps + difference[0]}: {name}{difference[1]}"
-                    )
+                    text = f"step {num_steps + difference[0]}: {name}{difference[1]}"
+                    return Replayed(num_steps + step + 1, text)
             num_steps += steps
             last = info.get(LAST, seen)
             if part.final is not None and (difference := _difference(last[None], part.final[None])):
                 return Replayed(num_steps, f"last observation{difference[1]}")
+            on_steps(Steps(observed[:-1], part.action, reward, terminated, truncated, last))
         if film:
             film.take(played, last)
-    finally:
-        played.close()
-    return Replayed(num_steps)
+        return Replayed(num_steps)
+
+    def _parts(self, episode: Episode) -> Iterator[_Part]:
+        """Yield the steps from the episode's seed to its end.
+
+        Raises:
+            StoreError: a fragment has left the stream since.
+        """
+        lane, start, first, begin = episode.lane, episode.seeded or episode.begin, 0, 2**62
+        for seq, entry_id in episode.entries.items():
+            fragment = self._fragment(episode, entry_id)
+            last = episode.end.row if seq == episode.end.seq else fragment.num_steps
+            rows = range(start.row if seq == start.seq else 0, last)
+            if not rows:
+                continue
+            if begin == 2**62 and (seq, rows[-1]) >= episode.begin:
+                begin = first + max(0, episode.begin.row - rows[0] if seq == episode.begin.seq else 0)
+            part = slice(fragment.context + rows[0], fragment.context + rows[-1] + 1)
+            final = np.flatnonzero((fragment.final_index == (part.stop - 1, lane)).all(axis=1))
+            names = ("observation", "action", "reward", "terminated", "truncated")
+            yield _Part(
+                first,
+                begin,
+                **{name: getattr(fragment, name)[part, lane] for name in names},
+                final=fragment.final_observation[final[0]] if len(final) else None,
+            )
+            first += len(rows)
+
+    def _fragment(self, episode: Episode, entry_id: bytes) -> Fragment:
+        """Return a fragment; the lanes of one are asked for one after another."""
+        if entry_id not in self._fragments:
+            found = stream.read(self._client, self._run, stream.before(entry_id), count=1, until=entry_id)
+            if not found:
+                raise StoreError(f"episode {episode.name} of {self._run}: has left the stream meanwhile")
+            self._fragments[entry_id] = codec.decode(found[0].fields)
+        self._fragments.move_to_end(entry_id)
+        while (
+            sum(one.num_bytes for one in self._fragments.values()) > MOST_BYTES and len(self._fragments) > 1
+        ):
+            self._fragments.popitem(last=False)
+        return self._fragments[entry_id]
 
 
 @dataclass(frozen=True)
@@ -235,46 +317,12 @@ class _Part:
     final: np.ndarray | None
 
 
-def _parts(client: Redis, run: str, episode: Episode) -> Iterator[_Part]:
-    """Yield the steps from the episode's seed to its end.
-
-    Raises:
-        StoreError: a fragment has left the stream since.
-    """
-    lane, start, first, begin = episode.lane, episode.seeded or episode.begin, 0, 2**62
-    for seq, entry_id in episode.entries.items():
-        found = stream.read(client, run, stream.before(entry_id), count=1, until=entry_id)
-        if not found:
-            raise StoreError(f"episode {episode.name} of {run}: has left the stream meanwhile")
-        fragment = codec.decode(found[0].fields)
-        rows = range(
-            start.row if seq == start.seq else 0,
-            episode.end.row if seq == episode.end.seq else fragment.num_steps,
-        )
-        if not rows:
-            continue
-        if begin == 2**62 and (seq, rows[-1]) >= episode.begin:
-            begin = first + max(0, episode.begin.row - rows[0] if seq == episode.begin.seq else 0)
-        part = slice(fragment.context + rows[0], fragment.context + rows[-1] + 1)
-        finals = {(row, one): place for place, (row, one) in enumerate(fragment.final_index.tolist())}
-        final = finals.get((part.stop - 1, lane))
-        yield _Part(
-            first,
-            begin,
-            **{
-                name: getattr(fragment, name)[part, lane]
-                for name in ("observation", "action", "reward", "terminated", "truncated")
-            },
-            final=None if final is None else fragment.final_observation[final],
-        )
-        first += len(rows)
-
-
 class _Game:
     """A lane of ALE games as one environment that begins anew by itself, in which a lost life is an end."""
 
     def __init__(self, env: EnvConfig) -> None:
         self._vector = envs.make_vector(env)
+        self.observation_space = self._vector.single_observation_space
 
     def reset(self, *, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin a game."""

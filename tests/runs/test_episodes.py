@@ -46,9 +46,10 @@ def test_episodes_are_the_same_when_they_are_played_again(server, kind: str) -> 
         sorted(told)
     )
     assert {one.lane for one in found} == {0, 1, 2, 3} and len({one.name for one in found}) == len(found)
-    for one in found:
-        again = episodes.replay(server.client, run, one)
-        assert again.difference == "" and again.steps >= one.length
+    with episodes.Replayer(server.client, run) as replayer:
+        for one in found:
+            again = replayer.play(one)
+            assert again.difference == "" and again.steps >= one.length
 
 
 def test_games_are_reached_through_those_before_as_long_as_the_stream_has_them(server) -> None:
@@ -58,12 +59,12 @@ def test_games_are_reached_through_those_before_as_long_as_the_stream_has_them(s
     server.client.xtrim(keys.experience(run), minid=stream.following(found[0].entries[0]))
     later = list(episodes.read(server.client, run))
     assert later and all(one.seeded is None for one in later)
-    with pytest.raises(
-        StoreError, match="the random numbers of its game began before what the stream still holds"
-    ):
-        episodes.replay(server.client, run, later[0])
-    with pytest.raises(StoreError, match="has left the stream meanwhile"):
-        episodes.replay(server.client, run, found[0])
+    began_before = "the random numbers of its game began before what the stream still holds"
+    with episodes.Replayer(server.client, run) as replayer:
+        with pytest.raises(StoreError, match=began_before):
+            replayer.play(later[0])
+        with pytest.raises(StoreError, match="has left the stream meanwhile"):
+            replayer.play(found[0])
 
 
 CHANGES = {
@@ -90,7 +91,8 @@ def test_a_difference_is_named(server, monkeypatch: pytest.MonkeyPatch, name: st
         return replace(fragment, **{name: column})
 
     monkeypatch.setattr(episodes.codec, "decode", altered)
-    difference = episodes.replay(server.client, run, episode).difference
+    with episodes.Replayer(server.client, run) as replayer:
+        difference = replayer.play(episode).difference
     assert re.fullmatch(CHANGES[name], difference), difference
 
 
@@ -102,7 +104,8 @@ def test_a_gap_in_the_stream_begins_anew(server) -> None:
     server.client.xdel(keys.experience(run), entries[len(entries) // 2].entry_id)
     left = list(episodes.read(server.client, run))
     assert left and {one.name for one in left} < every
-    assert all(episodes.replay(server.client, run, one).difference == "" for one in left)
+    with episodes.Replayer(server.client, run) as replayer:
+        assert all(replayer.play(one).difference == "" for one in left)
 
 
 def test_commands(server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -131,3 +134,58 @@ def test_commands(server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
                     f"`ddrl episodes {run}` lists those that are")  # fmt: skip
     assert "--video all.gif: is for one episode" in commands.refused("replay", run, "--video", "all.gif")
     assert "not together with --worst" in commands.refused("episodes", run, "--best", "--worst")
+
+
+@pytest.mark.parametrize("kind", ["lander", "frozen lake"])
+def test_a_minari_dataset_has_what_the_environment_gave(
+    server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    minari = pytest.importorskip("minari")
+    monkeypatch.setenv("DDRL_REDIS_URL", server.url)
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run = played(server.client, KINDS[kind][1], **KINDS[kind][0])
+    report = commands.call_json("export", run, "--minari", "toy/made-v0")
+    found = list(episodes.read(server.client, run))
+    dataset = minari.load_dataset("toy/made-v0")
+    assert dataset.total_episodes == report["episodes"] == len(found)
+    assert dataset.total_steps == report["steps"] == sum(one.length for one in found)
+    env = dataset.recover_environment()
+    for recorded, one in zip(dataset.iterate_episodes(), found, strict=True):
+        assert len(recorded.observations) == one.length + 1 == len(recorded.actions) + 1
+        assert recorded.rewards.sum() == pytest.approx(one.episode_return, abs=1e-3)
+        assert (recorded.terminations | recorded.truncations).nonzero()[0].tolist() == [one.length - 1]
+        seen = [env.reset(seed=one.seed)[0]]
+        seen += [env.step(action)[0] for action in recorded.actions]
+        if kind == "lander":
+            np.testing.assert_array_equal(recorded.observations, np.array(seen, np.float32))
+        else:  # one of 16, as ddrl has it
+            assert recorded.observations.argmax(axis=1).tolist() == seen
+    assert "toy/made-v0" in commands.refused("export", run, "--minari", "toy/made-v0")
+    assert "goes with none of the other options" in commands.refused("export", f"{run}@1", "--minari", "x-v0")
+    assert commands.refused("export", run, "--minari", "no name!").startswith("--minari no name!: ")
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["made-v0"]
+
+
+def test_a_dataset_of_episodes_that_differ_is_not_left_half_made(
+    server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("minari")
+    from ddrl.runs import datasets
+
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    run = played(server.client, 400, **KINDS["cartpole"][0])
+    play, calls = episodes.Replayer.play, iter(range(10))
+
+    def differs(*args: Any) -> episodes.Replayed:
+        done = play(*args)
+        return done if next(calls) < 3 else replace(done, difference="a bit")
+
+    monkeypatch.setattr(episodes.Replayer, "play", differs)
+    monkeypatch.setattr(datasets, "AT_ONCE", 1)
+    with pytest.raises(StoreError, match="is not the same again: a bit"):
+        datasets.write_minari(server.client, run, "half-v0", lambda done, total: None)
+    assert not list(tmp_path.glob("half*"))
+    game = played(server.client, 200, **KINDS["pong"][0])
+    with pytest.raises(StoreError, match="is a game, whose last frames are not in the stream"):
+        datasets.write_minari(server.client, game, "game-v0", lambda done, total: None)

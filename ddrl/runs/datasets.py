@@ -1,0 +1,101 @@
+"""Datasets of other libraries, made from a run's stream."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ddrl import envs
+from ddrl.config import first_line
+from ddrl.runs import episodes
+from ddrl.runs.evaluation import is_atari
+from ddrl.store import runs
+from ddrl.store.connection import Redis, StoreError
+
+AT_ONCE = 100  # episodes that are held in memory
+
+
+def write_minari(
+    client: Redis, run: str, name: str, on_episode: Callable[[int, int], None]
+) -> tuple[int, int]:
+    """Write the episodes of a run's stream as a Minari dataset; return their number, and that of their steps.
+
+    Each is played again: the stream has no observation after the step that terminates an episode, and rewards only as
+    they are learned from. So what is written is what the environment gave, and the same as what was learned from.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        name: of the dataset, such as `lander/medium-v0`, in Minari's folder of datasets.
+        on_episode: called with the number of those that are done, and of all.
+
+    Raises:
+        EnvError: the environment cannot be made here.
+        StoreError: there is such a dataset, the name is none, no whole episode is there, or one is not the same again.
+    """
+    import minari
+    from minari.data_collector import EpisodeBuffer
+
+    config = runs.config(client, run)
+    if is_atari(config.env):
+        raise StoreError(f"run {run}: {config.env.id} is a game, whose last frames are not in the stream")
+    made = envs.make_one(config.env)
+    spaces = {"observation_space": made.observation_space, "action_space": made.action_space}
+    is_plain = ":" not in config.env.id and not (config.env.wrappers or config.env.action_repeat > 1)
+    made.close()
+    dataset: Any = None
+    buffers: list[EpisodeBuffer] = []
+    done = num_steps = 0
+
+    def write() -> None:
+        nonlocal dataset, buffers
+        if dataset is not None:
+            dataset.storage.update_episodes(buffers)
+        else:
+            text = f"{config.algorithm['name']} of ddrl, run {run}"
+            spec = made.spec if is_plain else None
+            options = {"algorithm_name": config.algorithm["name"], "description": text}
+            dataset = minari.create_dataset_from_buffers(name, buffers, env=spec, **spaces, **options)
+        buffers = []
+
+    if not (known := list(episodes.read(client, run))):
+        raise StoreError(f"run {run}: the stream holds no whole episode")
+    try:
+        with episodes.Replayer(client, run) as replayer:
+            for episode in known:
+                parts: list[episodes.Steps] = []
+                played = replayer.play(episode, parts.append)
+                if played.difference:
+                    raise StoreError(
+                        f"run {run}: episode {episode.name} is not the same again: {played.difference}"
+                    )
+                columns = {
+                    each: np.concatenate([getattr(part, each) for part in parts])
+                    for each in parts[0]._fields[:-1]
+                }
+                buffers.append(
+                    EpisodeBuffer(
+                        seed=episode.seed,
+                        observations=np.concatenate([columns["observation"], parts[-1].last[None]]),
+                        actions=columns["action"],
+                        rewards=columns["reward"],
+                        terminations=columns["terminated"],
+                        truncations=columns["truncated"],
+                    )
+                )
+                done, num_steps = done + 1, num_steps + episode.length
+                if len(buffers) == AT_ONCE:
+                    write()
+                on_episode(done, len(known))
+            if buffers:
+                write()
+    except BaseException as error:
+        if dataset is not None:
+            shutil.rmtree(dataset.storage.data_path)
+        if isinstance(error, ValueError) and not isinstance(error, StoreError):  # of Minari
+            raise StoreError(f"--minari {name}: {first_line(error)}") from None
+        raise
+    return done, num_steps
