@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,15 @@ def write_minari(
     """
     import minari
     from minari.data_collector import EpisodeBuffer
+    from minari.dataset.minari_dataset import parse_dataset_id
+    from minari.storage.local import get_dataset_path
 
+    try:
+        parse_dataset_id(name)
+    except ValueError as error:
+        raise StoreError(f"--minari {name}: {first_line(error)}") from None
+    if (folder := Path(get_dataset_path(name))).exists():
+        raise StoreError(f"--minari {name}: there is such a dataset in {folder.parent}; name another version")
     config = runs.config(client, run)
     if is_atari(config.env):
         raise StoreError(f"run {run}: {config.env.id} is a game, whose last frames are not in the stream")
@@ -58,7 +68,10 @@ def write_minari(
             text = f"{config.algorithm['name']} of ddrl, run {run}"
             spec = made.spec if is_plain else None
             options = {"algorithm_name": config.algorithm["name"], "description": text}
-            dataset = minari.create_dataset_from_buffers(name, buffers, env=spec, **spaces, **options)
+            with warnings.catch_warnings(
+                action="ignore"
+            ):  # of Minari, on an author and links that nobody gave
+                dataset = minari.create_dataset_from_buffers(name, buffers, env=spec, **spaces, **options)
         buffers = []
 
     if not (known := list(episodes.read(client, run))):
@@ -92,10 +105,7 @@ def write_minari(
                 on_episode(done, len(known))
             if buffers:
                 write()
-    except BaseException as error:
-        if dataset is not None:
-            shutil.rmtree(dataset.storage.data_path)
-        if isinstance(error, ValueError) and not isinstance(error, StoreError):  # of Minari
-            raise StoreError(f"--minari {name}: {first_line(error)}") from None
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
         raise
     return done, num_steps

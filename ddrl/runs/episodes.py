@@ -271,13 +271,13 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
             if begin == 2**62 and (seq, rows[-1]) >= episode.begin:
                 begin = first + max(0, episode.begin.row - rows[0] if seq == episode.begin.seq else 0)
             part = slice(fragment.context + rows[0], fragment.context + rows[-1] + 1)
-            final = np.flatnonzero((fragment.final_index == (part.stop - 1, lane)).all(axis=1))
+            final = None
+            if fragment.truncated[part.stop - 1, lane]:
+                [[place]] = np.argwhere((fragment.final_index == (part.stop - 1, lane)).all(axis=1))
+                final = fragment.final_observation[place]
             names = ("observation", "action", "reward", "terminated", "truncated")
             yield _Part(
-                first,
-                begin,
-                **{name: getattr(fragment, name)[part, lane] for name in names},
-                final=fragment.final_observation[final[0]] if len(final) else None,
+                first, begin, **{name: getattr(fragment, name)[part, lane] for name in names}, final=final
             )
             first += len(rows)
 
@@ -288,11 +288,9 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
             if not found:
                 raise StoreError(f"episode {episode.name} of {self._run}: has left the stream meanwhile")
             self._fragments[entry_id] = codec.decode(found[0].fields)
+            while len(self._fragments) > 1 and _num_bytes(self._fragments) > MOST_BYTES:
+                self._fragments.popitem(last=False)
         self._fragments.move_to_end(entry_id)
-        while (
-            sum(one.num_bytes for one in self._fragments.values()) > MOST_BYTES and len(self._fragments) > 1
-        ):
-            self._fragments.popitem(last=False)
         return self._fragments[entry_id]
 
 
@@ -340,16 +338,17 @@ class _Game:
         self._vector.close()
 
 
+def _num_bytes(fragments: Mapping[bytes, Fragment]) -> int:
+    return sum(one.num_bytes for one in fragments.values())
+
+
 def _difference(here: np.ndarray, recorded: np.ndarray) -> tuple[int, str] | None:
     """Return the first row in which two arrays differ in a bit, and how; None if none does."""
-    here = np.ascontiguousarray(here, recorded.dtype)
-    is_same = here.view(np.uint8).reshape(len(here), -1) == np.ascontiguousarray(recorded).view(
-        np.uint8
-    ).reshape(len(here), -1)
-    rows = np.flatnonzero(~is_same.all(axis=1))
-    if not len(rows):
+    here, recorded = np.ascontiguousarray(here, recorded.dtype), np.ascontiguousarray(recorded)
+    if here.tobytes() == recorded.tobytes():
         return None
-    row = int(rows[0])
+    are_same = here.view(np.uint8).reshape(len(here), -1) == recorded.view(np.uint8).reshape(len(here), -1)
+    row = int(np.argmin(are_same.all(axis=1)))
     where = np.argwhere(here[row] != recorded[row]) if here[row].ndim else np.zeros((1, 0), np.int64)
     place = tuple(where[0].tolist()) if len(where) else ()
     name = f"[{', '.join(map(str, place))}]" if place else ""
