@@ -41,7 +41,7 @@ def write_minari(
     import minari
     from minari.data_collector import EpisodeBuffer
     from minari.dataset.minari_dataset import parse_dataset_id
-    from minari.storage.local import get_dataset_path
+    from minari.storage.datasets_root_dir import get_dataset_path
 
     try:
         parse_dataset_id(name)
