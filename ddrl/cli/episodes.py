@@ -109,6 +109,9 @@ def replay(
             known = _chosen(found, 1, wanted == "best", wanted == "worst")
         else:
             known = [one for one in found if not slash or one.name == wanted]
+            known.sort(
+                key=lambda one: (one.producer, one.lane, one.begin)
+            )  # each goes on where the one before ended
         if not known:
             what = f"{run}/{wanted}: this episode is not in the stream any more, or never was" if slash else (
                 f"{run}: the stream holds no whole episode"
@@ -136,7 +139,7 @@ def replay(
     ]
     if without_seed:
         lines.append(
-            f"{counted(without_seed, 'game')} began after others that have left the stream; left out"
+            f"{counted(without_seed, 'episode')} began after others that have left the stream; left out"
         )
     lines += [f"{episode} differs: {text}" for episode, text in [*differences.items()][:MOST_DIFFERENCES]]
     lines += [f"{package} is {here} here, {was} there" for package, (was, here) in versions.items()]

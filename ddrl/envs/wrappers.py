@@ -15,6 +15,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space, flatdim,
 from ddrl.envs.requirements import EnvError
 
 MOST_SEED = 2**31
+SEED_STEPS = 100
 _MASK = "action_mask"  # in an info, or of a Dict observation
 
 
@@ -159,9 +160,11 @@ def is_image(space: Space[Any]) -> bool:
 
 
 class Lanes:
-    """Environments stepped in turn; one that ends begins its next episode in the same step, from a seed of its own.
+    """Environments stepped in turn; one that ends begins its next episode in the same step.
 
-    The observations that it returns are its own buffer, overwritten by the next step.
+    It does so from a new seed if SEED_STEPS have passed since its last one: a seed takes as long as a few steps, and
+    later episodes can be reached through those before them. The observations that it returns are its own buffer,
+    overwritten by the next step.
 
     Args:
         envs: with observations that are a Box.
@@ -169,7 +172,7 @@ class Lanes:
 
     Attributes:
         envs: as given; `num_envs` is N.
-        reset_seeds: [N] int64, from which the episodes that go on began.
+        reset_seeds: [N] int64, from which the episodes that go on began; -1: the random numbers went on.
     """
 
     def __init__(
@@ -181,6 +184,7 @@ class Lanes:
         self._observation = np.zeros((len(envs), *(space.shape or ())), space.dtype)
         self._next_seeds = np.random.default_rng()
         self.reset_seeds = np.zeros(len(envs), np.int64)
+        self._steps = np.zeros(len(envs), np.int64)  # since the last seed
 
     def reset(self, *, seed: Sequence[int]) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin an episode in each, [N, *O]; these seeds determine those of the later ones."""
@@ -202,6 +206,7 @@ class Lanes:
             truncated; and if an episode ended `final_obs` and `metrics`, [N] objects: the true last observation and the
             metrics of each that did.
         """
+        self._steps += 1
         reward, info = np.zeros(self.num_envs), dict[str, np.ndarray]()
         terminated, truncated = np.zeros((2, self.num_envs), np.bool_)
         for lane, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
@@ -212,7 +217,8 @@ class Lanes:
                 terminated[lane], truncated[lane] = is_over, is_cut
                 info["final_obs"][lane] = np.array(observation)  # the reset may write into the same array
                 info["metrics"][lane] = self._read(last)
-                self._begin(lane, int(self._next_seeds.integers(MOST_SEED)))
+                is_due = self._steps[lane] >= SEED_STEPS
+                self._begin(lane, int(self._next_seeds.integers(MOST_SEED)) if is_due else None)
             else:
                 self._observation[lane] = observation
         return self._observation, reward, terminated, truncated, info
@@ -226,6 +232,8 @@ class Lanes:
         for env in self.envs:
             env.close()
 
-    def _begin(self, lane: int, seed: int) -> None:
+    def _begin(self, lane: int, seed: int | None) -> None:
         self._observation[lane] = self.envs[lane].reset(seed=seed)[0]
-        self.reset_seeds[lane] = seed
+        self.reset_seeds[lane] = -1 if seed is None else seed
+        if seed is not None:
+            self._steps[lane] = 0

@@ -91,7 +91,7 @@ def write_minari(
                 }
                 buffers.append(
                     EpisodeBuffer(
-                        seed=episode.seed,
+                        seed=episode.seed if episode.seed >= 0 else None,
                         observations=np.concatenate([columns["observation"], parts[-1].last[None]]),
                         actions=columns["action"],
                         rewards=columns["reward"],

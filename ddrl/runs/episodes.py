@@ -1,7 +1,8 @@
 """The episodes in a run's stream, and playing one again: from its recorded seed, by its recorded actions.
 
-An episode of an environment of Gymnasium's begins with a seeded reset. An ALE game is seeded once for each lane of a
-process, so that its later games are reached through all those before, as long as the stream holds them.
+Where an episode begins without a seed of its own, random numbers go on: it is reached through those before it of the
+same lane, from the newest seed, as long as the stream holds them. Only short episodes do (`envs.wrappers.SEED_STEPS`),
+and ALE games, which have one seed for each lane of a process.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Episode:
     Attributes:
         producer, lane: who played it.
         begin: of its first observation; `end`: of the row after its last step, where the next one begins.
-        seed: of its reset; -1: the random numbers of the game before went on.
+        seed: of its reset; -1: the random numbers of the episode before went on.
         seeded, start: the newest reset with a seed at or before it, if the stream has all since then, and that seed.
         host: where it was played.
         first_version, last_version: of the weights.
@@ -198,30 +199,38 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
             else envs.make_one(self._env)
         )
         self._fragments: OrderedDict[bytes, Fragment] = OrderedDict()  # read last
+        self._ended: tuple[int, int, Place] | None = (
+            None  # producer and lane of what was played last, and its end
+        )
+        self._seen = np.zeros(0)  # the observation after it
 
     def __exit__(self, *_: object) -> None:
         """Close the environment."""
         self._played.close()
 
     def play(self, episode: Episode, on_steps: Callable[[Steps], None] = lambda steps: None) -> Replayed:
-        """Play an episode again.
+        """Play an episode again; the one after that of the same lane goes on from there.
 
         Args:
             episode: one of `read`.
-            on_steps: called with the steps of each fragment that were the same; of games also those before it.
+            on_steps: called with its steps in each fragment that were the same.
 
         Raises:
             StoreError: it has left the stream since, or no reset with a seed is left there.
         """
         if episode.seeded is None:
             raise StoreError(
-                f"episode {episode.name} of {self._run}: the random numbers of its game began before what the stream "
-                "still holds"
+                f"episode {episode.name} of {self._run}: its random numbers began before what the stream still holds"
             )
         num_steps, played, film = 0, self._played, self._film
         dtype = played.observation_space.dtype
-        seen = played.reset(seed=episode.start)[0]
-        for part in self._parts(episode):
+        start, goes_on = episode.seeded, (episode.producer, episode.lane, episode.begin) == self._ended
+        if goes_on and episode.seed < 0:
+            start, seen = episode.begin, self._next(self._seen)
+        else:
+            seen = played.reset(seed=episode.start)[0]
+        self._ended = None
+        for part in self._parts(episode, start):
             steps = len(part.action)
             observed = np.empty((steps + 1, *self._spaces.observation_shape), dtype)
             reward, (terminated, truncated) = np.empty(steps), np.zeros((2, steps), np.bool_)
@@ -231,9 +240,12 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
                 if film and part.first + step >= part.begin:
                     film.take(played, observed[step])
                 seen, reward[step], is_over, is_cut, info = played.step(action)
-                observed[step + 1] = seen
+                last = info.get(LAST, seen)
                 if is_over or is_cut:
                     terminated[step], truncated[step] = is_over, is_cut
+                    if not (part.is_last and step == steps - 1):
+                        seen = self._next(seen)
+                observed[step + 1] = seen
                 if (is_over or is_cut) != recorded_ends[step]:
                     break
             found = {
@@ -247,22 +259,33 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
                     text = f"step {num_steps + difference[0]}: {name}{difference[1]}"
                     return Replayed(num_steps + step + 1, text)
             num_steps += steps
-            last = info.get(LAST, seen)
             if part.final is not None and (difference := _difference(last[None], part.final[None])):
                 return Replayed(num_steps, f"last observation{difference[1]}")
-            on_steps(Steps(observed[:-1], part.action, reward, terminated, truncated, last))
+            if (own := max(0, part.begin - part.first)) < steps:
+                columns = (observed[:-1], part.action, reward, terminated, truncated)
+                on_steps(Steps(*(column[own:] for column in columns), last))
         if film:
             film.take(played, last)
+        self._ended, self._seen = (episode.producer, episode.lane, episode.end), seen
         return Replayed(num_steps)
 
-    def _parts(self, episode: Episode) -> Iterator[_Part]:
-        """Yield the steps from the episode's seed to its end.
+    def _next(self, seen: np.ndarray) -> np.ndarray:
+        """Return the first observation of an episode whose random numbers go on; a game has begun it by itself."""
+        if isinstance(self._played, _Game):
+            return seen
+        first: np.ndarray = self._played.reset()[0]
+        return first
+
+    def _parts(self, episode: Episode, start: Place) -> Iterator[_Part]:
+        """Yield the steps from a place, at or before the episode's beginning, to its end.
 
         Raises:
             StoreError: a fragment has left the stream since.
         """
-        lane, start, first, begin = episode.lane, episode.seeded or episode.begin, 0, 2**62
+        lane, first, begin = episode.lane, 0, 2**62
         for seq, entry_id in episode.entries.items():
+            if seq < start.seq:
+                continue
             fragment = self._fragment(episode, entry_id)
             last = episode.end.row if seq == episode.end.seq else fragment.num_steps
             rows = range(start.row if seq == start.seq else 0, last)
@@ -277,7 +300,11 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
                 final = fragment.final_observation[place]
             names = ("observation", "action", "reward", "terminated", "truncated")
             yield _Part(
-                first, begin, **{name: getattr(fragment, name)[part, lane] for name in names}, final=final
+                first,
+                begin,
+                **{name: getattr(fragment, name)[part, lane] for name in names},
+                final=final,
+                is_last=seq == episode.end.seq,
             )
             first += len(rows)
 
@@ -303,6 +330,7 @@ class _Part:
         observation: [T, *O] before each step. action: [T, *A].
         reward, terminated, truncated: [T], as learned from.
         final: [*O] the last observation, where the last step was truncated.
+        is_last: the episode ends with it.
     """
 
     first: int
@@ -313,6 +341,7 @@ class _Part:
     terminated: np.ndarray
     truncated: np.ndarray
     final: np.ndarray | None
+    is_last: bool
 
 
 class _Game:

@@ -59,7 +59,7 @@ def test_games_are_reached_through_those_before_as_long_as_the_stream_has_them(s
     server.client.xtrim(keys.experience(run), minid=stream.following(found[0].entries[0]))
     later = list(episodes.read(server.client, run))
     assert later and all(one.seeded is None for one in later)
-    began_before = "the random numbers of its game began before what the stream still holds"
+    began_before = "its random numbers began before what the stream still holds"
     with episodes.Replayer(server.client, run) as replayer:
         with pytest.raises(StoreError, match=began_before):
             replayer.play(later[0])
