@@ -109,7 +109,8 @@ def replays(rounds: int) -> None:
             while runs.state(client, run).appended_steps < 40_000:
                 stream.claim(client, run, 1)
                 play(client, blocking, players, run)
-            some = list(episodes.read(client, run))[:200]
+            known = [one for one in episodes.read(client, run) if one.seeded]
+            some = sorted(known, key=lambda one: (one.producer, one.lane, one.begin))[:200]
             ratios, speeds = [], []
             for _ in range(rounds):
                 started = time.process_time()
@@ -118,12 +119,17 @@ def replays(rounds: int) -> None:
                         assert not replayer.play(one).difference
                     again_s = time.process_time() - started
                     taken = [
-                        [action for part in replayer._parts(one) for action in part.action] for one in some
+                        [
+                            action
+                            for part in replayer._parts(one, one.seeded or one.begin)
+                            for action in part.action
+                        ]
+                        for one in some
                     ]
                 started = time.process_time()
                 made = envs.make_one(config.env)
                 for one, actions in zip(some, taken, strict=True):
-                    made.reset(seed=one.start)
+                    made.reset(seed=one.seed if one.seed >= 0 else None)
                     for action in actions:
                         made.step(action)
                 made.close()

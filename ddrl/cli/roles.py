@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from ddrl.cli.output import InputError, ServerError, note, num_bytes, seconds, server
+from ddrl.cli.output import InputError, ServerError, note, num_bytes, resolve, seconds, server
+from ddrl.cli.submit import Set
 
 
 def learner(
@@ -22,6 +23,11 @@ def learner(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Request RUN from its learner, and take it after 5 s anyway.")
     ] = False,
+    shadow: Annotated[
+        str | None,
+        typer.Option("--shadow", metavar="RUN", help="Learn in a new run from the experience of this one."),
+    ] = None,
+    set_: Set = None,
     folder: Annotated[Path, typer.Option(help="Folder of the runs' folders.")] = Path("runs"),
     keep_age: Annotated[
         str | None, typer.Option(help="Without RUN: delete runs that ended longer ago, such as 30d.")
@@ -33,6 +39,10 @@ def learner(
     """Learn one run until it ends, waiting while another learner holds it; or every run that waits."""
     if take_over and run is None:
         raise typer.BadParameter("needs RUN, the run to take over", param_hint="--take-over")
+    if shadow is not None and (run is not None or take_over or keep_age or keep_bytes):
+        raise typer.BadParameter("goes with -s only", param_hint="--shadow")
+    if set_ and shadow is None:
+        raise typer.BadParameter("is for --shadow; change a run's settings with `ddrl set`", param_hint="-s")
     if run is not None and (keep_age or keep_bytes):
         options = "--keep-age, --keep-bytes"
         raise typer.BadParameter("not together with RUN; use `ddrl prune`", param_hint=options)
@@ -51,11 +61,16 @@ def learner(
 
         monitoring.serve(monitoring.LearnerMetrics())
         stop = runner.handle_signals()
+        if shadow is not None:
+            from ddrl.runs.submit import create_shadow
+
+            run = create_shadow(client, resolve(client, shadow), set_ or [])
+            note(f"run {run}")
         if run is None:
             retention = None if limits == (None, None) else Retention(*limits)
             runner.serve(client, folder, stop, retention=retention)
         else:
-            run = local_checkpoints.find(client, run, folder)
+            run = run if shadow else local_checkpoints.find(client, run, folder)
             runner.learn(client, run, folder, stop, take_over=take_over)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ddrl.algorithms import base
 from ddrl.algorithms.base import Resolved
 from ddrl.config import RunConfig
 from ddrl.learner.ledger_rows import LedgerRows
@@ -37,6 +38,7 @@ class Core:
 
     Attributes:
         client: the reader's; `run`, `resolved`, `device` and `ranks` are as given, too.
+        source: the run whose stream it reads: the same, unless it is a shadow.
         algorithm, replay: of the run; the replay holds this rank's fragments.
         decode: decodes an entry of the stream, if it is this rank's.
         longest: bytes of a reply of the server.
@@ -62,10 +64,16 @@ class Core:
         num_envs, num_steps = config.env.num_envs, longest_fragment_steps(config.rollout, resolved.sequences)
         if resolved.on_policy:  # a batch is whole fragments
             num_steps = min(num_steps, -(-resolved.config.batch_size // num_envs))
+        self.source = runs.source(reader_client, run)
+        context = resolved.context
+        if self.source != run:  # whose algorithm may repeat more steps
+            context = max(
+                context, base.resolve(runs.config(reader_client, self.source), resolved.spec).context
+            )
         limits = FragmentLimits(
             num_steps,
             num_envs,
-            resolved.context,
+            context,
             resolved.config.recurrent_state_size,
             resolved.sequences.stride if resolved.sequences else 1,
             len(config.env.metrics),
@@ -73,7 +81,7 @@ class Core:
         )
         self.decode = partial(
             decode,
-            run=run,
+            run=self.source,
             spaces=resolved.spec,
             limits=limits,
             pack=self.replay.pack,
@@ -96,7 +104,7 @@ class Core:
         oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
         # On-policy, the leader counts what waits at the others.
         decode_one = partial(self.decode, counts_all=self.resolved.on_policy and self.ranks.rank == 0)
-        for entry in decode_range(self.client, self.run, oldest, cursor, decode_one):
+        for entry in decode_range(self.client, self.source, oldest, cursor, decode_one):
             if entry.played is not None and not rows.objection(entry):
                 self.admit(entry, version=version)
             rows.count(entry, consumed=True)

@@ -132,7 +132,9 @@ class Learner:
         # another policy, whose data cannot be used.
         if not self._on_policy and not shared.updates and latest in index.sizes and earlier is None:
             is_published, version = True, latest
-        reader = Reader(self.core.client, self._run, shared.ledger.cursor, self.core.decode, **self._mends)
+        reader = Reader(
+            self.core.client, self.core.source, shared.ledger.cursor, self.core.decode, **self._mends
+        )
         self.publisher.begin(reader, version, None if is_published else self._weights())
         self._published_updates = shared.updates
         reader.start()
@@ -244,7 +246,8 @@ class Learner:
                 shared.refused.append(stream.Refusal(entry.entry_id, entry.head, reason, not objection))
             if entry.played is not None and not reason:
                 num_steps = entry.played.num_transitions
-                if not self._on_policy:  # play waits until all that are counted were allowed
+                # Play waits until all that are counted were allowed; a shadow allows none.
+                if not self._on_policy and self.core.source == self._run:
                     num_steps = min(num_steps, max(self.publisher.most_steps - shared.env_steps, 0))
                 shared.env_steps += num_steps
                 shared.returns.extend(entry.played.episode_return)
@@ -363,7 +366,7 @@ class Learner:
         """
         found: list[tuple[float, str, bytes, int]] = []  # of each fragment
         decode_each, last = partial(self.core.decode, ranks=(0, 1)), self.shared.ledger.cursor
-        for entry in decode_range(self.core.client, self._run, b"0-1", last, decode_each):
+        for entry in decode_range(self.core.client, self.core.source, b"0-1", last, decode_each):
             if entry.fragment is not None:
                 size, name = largest_value(entry.fragment, self.core.resolved.spec)
                 found.append((size, name, entry.entry_id, entry.producer))

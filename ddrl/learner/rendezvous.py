@@ -275,7 +275,7 @@ class Peer:
             core = Core(reader_client, run, config, base.resolve(config, spaces), device=device, ranks=ranks)
             stack.callback(ranks.leave)
             stack.callback(core.replay.close)
-            reader = Reader(reader_client, run, _restore(client, run, core), core.decode)
+            reader = Reader(reader_client, core.source, _restore(client, run, core), core.decode)
             reader.start()
             stack.callback(reader.stop)
             try:

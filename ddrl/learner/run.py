@@ -46,6 +46,7 @@ HANDOVER_S = 5.0  # a requested run is taken by force after this time
 RETURN_S = 15.0  # after a run is lost, other learners wait this long for its holder to restore it
 SKIP_S = 10.0  # `serve` skips a run this long that another learner requested, or that cannot be learned here
 ROUND_S = 0.05  # between two rounds of the publisher, unless it is woken
+SHADOW_S = 3.0  # without an update, after which a shadow of a run that has ended ends, too
 TICK_S = 0.1  # between two looks at messages, evaluations and the end of the run
 SIGNALS_S = 0.25
 LAST_LINES_S = 0.5  # for the log to be sent
@@ -302,6 +303,9 @@ class _Attempt:
         self._config = runs.config(client, run)
         self._config_version = int(self._record.state.get("config_version", 0))
         self._revision = int(self._record.state.get("revision", 0))
+        self._reads = self._record.state.get("reads", "")
+        self._updated_at, self._updates = time.monotonic(), -1  # of a shadow: when it has learned last
+        self._source_ended = False
         self._status, self._requester = "active", ""  # and the host that requested the run
         self._is_restored = False
         self._error: Exception | None = None  # of either thread
@@ -480,7 +484,7 @@ class _Attempt:
             self._evaluations.tick(
                 shared.version, return_mean, env_steps=shared.env_steps, updates=shared.updates
             )
-            if not self._evaluations.holds_play:
+            if not self._evaluations.holds_play and not self._reads:
                 self._dispatcher.tick(shared.ledger.consumed)
         if self._reached() or self._interrupted.is_set() or self._regroup:
             learner.stopping.set()
@@ -507,6 +511,10 @@ class _Attempt:
         if not is_paused and (self._status != "active" or self._requester):
             learner.stopping.set()
         self._regroup = self._why_regroup(now.revision)
+        if self._reads:
+            self._source_ended = (runs.status(self._client, self._reads) or "time") in runs.ENDED
+            if learner.shared.updates != self._updates:
+                self._updated_at, self._updates = time.monotonic(), learner.shared.updates
         if learner.shared.env_steps and "first_step_ms" not in self._record.state:  # snapshots should have it
             self._record = local_checkpoints.record(self._client, run)
         if now.config_version != self._config_version:
@@ -534,6 +542,8 @@ class _Attempt:
             return "solved", f"return {stop.return_:g} confirmed"
         if stop.time is not None and shared.elapsed_s >= stop.time:
             return "time", f"time limit of {round(stop.time, 1):g} s"
+        if self._source_ended and time.monotonic() - self._updated_at > SHADOW_S:
+            return "time", f"end of {self._reads}, whose experience it reads"
         # A worker may append more than was allowed; such steps count once they were allowed, too.
         allowed = self._learner.publisher.allowance(shared.version)
         if stop.env_steps is not None and min(shared.env_steps, allowed) >= stop.env_steps:

@@ -262,8 +262,8 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
             if part.final is not None and (difference := _difference(last[None], part.final[None])):
                 return Replayed(num_steps, f"last observation{difference[1]}")
             if (own := max(0, part.begin - part.first)) < steps:
-                columns = (observed[:-1], part.action, reward, terminated, truncated)
-                on_steps(Steps(*(column[own:] for column in columns), last))
+                ends = terminated[own:], truncated[own:]
+                on_steps(Steps(observed[own:-1], part.action[own:], reward[own:], *ends, last))
         if film:
             film.take(played, last)
         self._ended, self._seen = (episode.producer, episode.lane, episode.end), seen

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ddrl import envs
 from ddrl.algorithms import base
-from ddrl.config import ConfigError, RunConfig, Section
+from ddrl.config import ConfigError, RunConfig, Section, load
 from ddrl.envs import requirements
 from ddrl.envs.goals import find_goals
 from ddrl.replay.experience import is_compressed, longest_fragment_steps, rate_limiter
@@ -21,6 +21,7 @@ from ddrl.types import EnvSpec
 
 # The stream holds at least so many of the largest fragments; with fewer, one may exceed the free room.
 FRAGMENTS_IN_BUDGET = 8
+NOBODY = "ddrl.nobody"  # a queue that no worker serves
 # Configs that earlier versions wrote name all options.
 FORMER_DEFAULTS = {"replay.warmup_steps": 1_000}
 # Room for checkpoints while the networks are unknown; the learner checks the real size (`needed_bytes`).
@@ -257,6 +258,44 @@ def create(
         text = f"begins with the networks and optimizers of {state[0]}"
         text += f", and the policy of {initial[0]}" if initial else ""
         runs.note(client, run, "warm start", text)
+    return run
+
+
+def create_shadow(client: Redis, source: str, options: Sequence[str]) -> str:
+    """Create a run that learns from the experience of another one, which nobody plays but that one; return its id.
+
+    Args:
+        client: connection to the server.
+        source: the run that it shadows.
+        options: settings, such as algorithm.name=td3; those of another algorithm begin with its defaults.
+
+    Raises:
+        ConfigError: it cannot learn from what that run plays, or settings of play differ.
+    """
+    theirs, spaces = runs.config(client, source), runs.spaces(client, source)
+    tree = theirs.model_dump(mode="json", by_alias=True) | {"name": f"{theirs.name[:40]}-shadow"}
+    given = load({"algorithm": {"name": theirs.algorithm["name"]}, "env": {"id": theirs.env.id}}, [*options])
+    if given.algorithm["name"] != theirs.algorithm["name"]:
+        tree["algorithm"] = {"name": given.algorithm["name"]}
+        tree |= (
+            {name: {} for name in ("on_policy", "replay")} if base.resolve(theirs, spaces).on_policy else {}
+        )
+    config = load(tree, [*options])
+    for name in ("env", "rollout"):
+        if getattr(config, name) != getattr(theirs, name):
+            raise ConfigError(f"{name}: a shadow plays nothing; leave it as {source} has it")
+    ours, recorded = base.resolve(config, spaces), base.resolve(theirs, spaces)
+    if ours.on_policy or ours.sequences not in (None, recorded.sequences):
+        raise ConfigError(
+            f"algorithm.name: {ours.name} cannot learn from what {recorded.name} plays; choose one that is off-policy "
+            "and not recurrent"
+        )
+    check(config, spaces)
+    check_memory(client, config)
+    queues = NOBODY, envs.queue_for("ddrl.evaluate", config)
+    versions = requirements.run_versions(config)
+    run = runs.create(client, config, spaces, queues=queues, versions=versions, reads=source)
+    runs.note(client, run, "shadow", f"of {source}")
     return run
 
 

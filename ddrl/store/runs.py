@@ -75,6 +75,7 @@ class RunState:
         crashes, crashes_total: processes that could not play it, since the last fragment and in all.
         lost_producers: that ended without saying so.
         warm: source of the initial weights; "" if they were random.
+        reads: the run whose experience it learns from, as its shadow; "" for its own.
         evaluation: the one that describes the run, if any: version, return_mean, return_std, episodes.
         bytes: that its keys took when its results were complete; 0: unknown.
     """
@@ -118,6 +119,7 @@ class RunState:
     crashes_total: int = 0
     lost_producers: int = 0
     warm: str = ""
+    reads: str = ""
     evaluation: dict[str, Any] | None = None
     bytes: int = 0
 
@@ -161,6 +163,7 @@ def create(
     versions: Mapping[str, str] | None = None,
     initial: tuple[str, bytes] | None = None,
     state: tuple[str, bytes] | None = None,
+    reads: str = "",
 ) -> str:
     """Store a new active run and return its id: its name, time and seed, and four random hex digits.
 
@@ -172,6 +175,7 @@ def create(
         versions: of the packages that its environment runs with here.
         initial: source of the initial weights, and the weights as safetensors.
         state: source of the first checkpoint, and its tensors; initial weights replace those that it has.
+        reads: the run whose experience it learns from; nobody plays it then.
     """
     run = f"{config.name}-{time.strftime('%m%d-%H%M%S')}-s{config.seed}-{secrets.token_hex(2)}"
     fields = {
@@ -183,6 +187,7 @@ def create(
         "evaluation_queue": queues[1],
         "versions": json.dumps(dict(versions or {})),
         "warm": (initial or state or ("",))[0],
+        "reads": reads,
         "allowance": 0,
         "version": -1,
     }
@@ -383,6 +388,11 @@ def end_rollback(client: Redis, run: str, token: int, revision: int) -> None:
         LeaseLostError: another learner took over.
     """
     call(client, "end_rollback", [keys.state(run), keys.rollback(run)], [token, revision])
+
+
+def source(client: Redis, run: str) -> str:
+    """Return the run from whose stream a run learns: itself, or the one that it shadows."""
+    return (cast("bytes | None", client.hget(keys.state(run), "reads")) or run.encode()).decode()
 
 
 def elapsed_s(client: Redis, run: str) -> float:

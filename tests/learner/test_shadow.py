@@ -1,0 +1,104 @@
+"""A shadow: a run that learns from the experience of another one, and leaves that one as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.learners import Run, contents, endless_config, pick_config, playing, training, until
+from support.processes import Processes
+from support.store import end
+
+from ddrl.config import ConfigError
+from ddrl.runs import submit
+from ddrl.store import keys, ledger, runs
+
+QUICK = ["learner.checkpoint_every_s=1"]
+
+
+def shadow(source: Run, *options: str) -> Run:
+    return Run(source.server, run=submit.create_shadow(source.client, source.id, [*QUICK, *options]))
+
+
+def test_a_shadow_has_the_same_replay_and_writes_nothing_of_its_source(server) -> None:
+    source = Run(server, endless_config(algorithm={"name": "sac", "n_step": 3}))
+    source.play(1500)
+    mine = source.learner()
+    with training(mine):
+        source.catch_up(mine)
+    mine.finish()
+    held, before = contents(source.learner()), source.keys()
+    other = shadow(source, "algorithm.learning_rate=1e-4")
+    learner = other.learner()
+    with training(learner):
+        until(lambda: learner.shared.env_steps == mine.shared.env_steps and learner.shared.updates > 50)
+        until(lambda: other.meta.get("env_steps") == mine.shared.env_steps)
+    learner.finish()
+    assert source.keys() == before
+    same = contents(other.learner())
+    assert same.keys() == held.keys() and all(np.array_equal(same[name], held[name]) for name in held)
+    state = other.state
+    assert (state.reads, state.queue) == (
+        source.id,
+        "ddrl.nobody",
+    ) and state.appended_steps == mine.shared.env_steps
+    assert other.index.latest >= 1 and other.dead == [] and ledger.audit(other.client, other.id).is_balanced
+    source.audit()
+
+
+def test_another_algorithm_learns_while_its_source_goes_on_and_ends_after_it(server, learn: Any) -> None:
+    source = Run(server, endless_config(algorithm={"name": "sac", "n_step": 3}))
+    other = shadow(source, "algorithm.name=td3", "algorithm.hidden_sizes=[16]")
+    assert "n_step" not in runs.config(other.client, other.id).algorithm  # its own default
+    learning, following = learn(source), learn(other)
+    with playing(source.url, source.id):
+        until(lambda: source.state.updates > 100 and other.state.updates > 100)
+    first = other.state.first_step_s
+    assert first > 0 and other.state.appended_steps > 500
+    learning.end()
+    end(source.client, source.id)
+    until(lambda: other.state.ended)
+    assert other.state.reason == f"end of {source.id}, whose experience it reads"
+    assert following.error is None and learning.error is None
+    assert other.client.xlen(keys.experience(other.id)) == 0
+
+
+def test_what_a_shadow_cannot_be_is_refused(server) -> None:
+    source = Run(server, pick_config())
+    with pytest.raises(ConfigError, match="algorithm.name: ppo cannot learn from what ppo plays"):
+        shadow(source)
+    with pytest.raises(ConfigError, match="algorithm.name: r2d2 cannot learn from what ppo plays"):
+        shadow(source, "algorithm.name=r2d2")
+    with pytest.raises(ConfigError, match="env: a shadow plays nothing; leave it as"):
+        shadow(source, "algorithm.name=dqn", "env.num_envs=2")
+    other = shadow(source, "algorithm.name=dqn")
+    source.play(300)
+    learner = other.learner()
+    with training(learner):
+        until(lambda: learner.shared.env_steps >= 300)
+    learner.close()
+    assert other.dead == []
+
+
+@pytest.mark.long
+def test_the_command(server, processes: Processes) -> None:
+    source = Run(server, endless_config())
+    processes.learner(server.url, source.id)
+    processes.worker(server.url)
+    command = (
+        "-m",
+        "ddrl",
+        "learner",
+        "--shadow",
+        source.id,
+        "-s",
+        "algorithm.name=td3",
+        "-s",
+        "stop.updates=300",
+    )
+    following = processes.start("shadow", server.url, *command)
+    assert following.wait() == 0
+    [other] = [name for name in runs.names(server.client) if name != source.id]
+    assert runs.state(server.client, other).reason == "limit of 300 updates"
+    processes.ddrl(server.url, "stop", source.id)
