@@ -282,9 +282,11 @@ def _from_registry(env: EnvConfig, env_id: str) -> gymnasium.Env[Any, Any]:
 
     register_toys()
     check_installed(env.id)
-    if (known := gymnasium.registry.get(env_id)) is None:
+    known = gymnasium.registry.get(env_id)
+    is_game = env_id.startswith("ALE/") or str(known and known.entry_point).startswith("ale_py")
+    if known is None and not is_game:
         raise unknown(env_id)
-    if str(known.entry_point).startswith("ale_py"):
+    if is_game:
         _refuse_older(env_id)
         raise EnvError(f"{env.id}: is a game; name it {env_id}")
     limit = {} if env.max_episode_steps is None else {"max_episode_steps": env.max_episode_steps}

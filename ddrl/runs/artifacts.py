@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"  # its first line names the run
 EVERY_S = 10.0  # between two updates of a running run, at least
-SHARE = 0.01  # of all time, that the updates of a folder, or of a tracker, take at most
+SHARE = 0.005  # of all time, that the updates of a folder, or of a tracker, take at most
 PARTING_S = 30.0  # waited for a write at the end
 
 

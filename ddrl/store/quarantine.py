@@ -7,6 +7,7 @@ cover. So a fragment that is covered is never drawn, and is drawn again once no 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, cast
@@ -59,10 +60,14 @@ class Rule:
             f"host {self.host}" if self.host is not None else "",
             f"producer {self.producer}" if self.producer is not None else "",
             f"versions {self.first_version} to {last}".rstrip() if self.first_version or last else "",
-            f"appended from {self.since_ms} ms on" if self.since_ms else "",
-            f"appended until {self.until_ms} ms" if self.until_ms is not None else "",
+            f"appended from {_clock(self.since_ms)} on" if self.since_ms else "",
+            f"appended until {_clock(self.until_ms)}" if self.until_ms is not None else "",
         ]
         return ", ".join(filter(None, parts)) or "all"
+
+
+def _clock(at_ms: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_ms / 1e3))
 
 
 Rules = tuple[Rule, ...]
