@@ -2,8 +2,9 @@
 
     python benchmarks/episodes.py seeds      # env steps/s of a collector
     python benchmarks/episodes.py replay     # steps/s
+    python benchmarks/episodes.py backfill   # 50 versions of a lander's policy on two processes, and here one by one
 
-Both on one core, in turns, by the time of the processor; medians, and the ratio of pairs.
+The first two on one core, in turns, by the time of the processor; medians, and the ratio of pairs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from machine import heading, server
+from machine import child, fresh_home, heading, server
 
 ENVS = ("CartPole-v1", "Pendulum-v1", "LunarLanderContinuous-v3", "HalfCheetah-v5")
 
@@ -141,17 +142,75 @@ def replays(rounds: int) -> None:
             print(f"| {env_id} | {len(some)} | {again} | {bare} | {100 * statistics.median(ratios):.0f} % |")
 
 
+def backfill() -> None:
+    """Print how long 50 versions x 20 episodes take on a fleet of two processes, and one after the other in this one.
+
+    The versions are the newest of a lander that has learned for 40 s.
+    """
+    import subprocess
+    import sys
+
+    from ddrl import policy
+    from ddrl.runs.evaluation import score
+    from ddrl.store import connection, runs, weights, workers
+
+    with server() as url, fresh_home() as environment:
+        place = {**environment, connection.URL_VARIABLE: url}
+
+        def ddrl(*arguments: str) -> float:
+            """Run a command; return its seconds."""
+            started = time.perf_counter()
+            folder = environment["DDRL_BENCH_FOLDER"]
+            subprocess.run(
+                [sys.executable, "-m", "ddrl", *arguments],
+                check=True,
+                env=place,
+                cwd=folder,
+                capture_output=True,
+            )
+            return time.perf_counter() - started
+
+        options = ("stop.return=null", "weights.keep_last=50", "evaluation.every_s=1000")
+        ddrl(
+            "submit",
+            "lunar",
+            "--time",
+            "40s",
+            "--workers",
+            "1",
+            "--learner",
+            *(part for one in options for part in ("-s", one)),
+        )
+        client = connection.connect(url)
+        [run] = runs.names(client)
+        config, kept = runs.config(client, run).evaluation, sorted(weights.index(client, run).sizes)[-50:]
+        with child(["-m", "ddrl", "worker", "--role", "evaluate", "-c", "2"], place):
+            while not workers.alive(client):
+                time.sleep(0.2)
+            there_s = ddrl("backfill", run, "-n", "20")
+        started = time.perf_counter()
+        for version in kept:
+            score(policy.from_run(client, run, version), range(config.seed, config.seed + 20))
+        here_s = time.perf_counter() - started
+    print(
+        f"`ddrl backfill` on two processes: {there_s:.1f} s; {len(kept)} versions one by one in one: {here_s:.1f} s; "
+        f"{here_s / there_s:.2f} times as fast"
+    )
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("seeds", "replay"))
+    parser.add_argument("what", choices=("seeds", "replay", "backfill"))
     parser.add_argument("--rounds", type=int, default=6, help="of replay; of seeds five times as many")
     parser.add_argument("--seconds", type=float, default=1.0)
     arguments = parser.parse_args()
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
     print(heading("Recorded episodes") + "\n")
+    if arguments.what == "backfill":
+        return backfill()
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
     if arguments.what == "seeds":
         seeds(5 * arguments.rounds, arguments.seconds)
     else:

@@ -3,6 +3,7 @@
     python benchmarks/monitoring.py flower      # Flower, task events and Prometheus' scrapes
     python benchmarks/monitoring.py page        # `ddrl web` with five viewers of the run
     python benchmarks/monitoring.py live        # the folder and the history of a run that goes on, and MLflow
+    python benchmarks/monitoring.py shadow      # a learner of another run that reads the same stream, on the other core
     python benchmarks/monitoring.py paint       # time until a browser shows a long run, and many runs
 
 `configs/lunar.yaml` as shipped, without its evaluations: a learner on one core and a rollout process on another,
@@ -57,6 +58,9 @@ WITHOUT_END = [
     "stop.return=null",
     "stop.time=null",
 ]
+
+
+BOUND_BY_UPDATES = ["replay.samples_per_insert=1000"]  # the learner never waits for play
 
 
 def free_port() -> int:
@@ -155,6 +159,26 @@ def page(environment: dict[str, str], core: int, scraped: list[int], run: str) -
     print(f"The page took {100 * spent[0] / spent[1]:.2f} % of the learner's core while it was looked at.\n")
 
 
+@contextmanager
+def shadow(environment: dict[str, str], core: int, scraped: list[int], run: str) -> Iterator[Monitor]:
+    """Yield what has a shadow learn on the player's core while a context lasts."""
+    from ddrl.store import connection, runs
+
+    with contextlib.closing(connection.connect()) as client:
+
+        @contextmanager
+        def monitored() -> Iterator[None]:
+            before = {*runs.names(client)}
+            arguments = ["-m", "ddrl", "learner", "--shadow", run, "-s", "algorithm.name=td3"]
+            with child(arguments, environment, cores()[1]):
+                while not (new := {*runs.names(client)} - before) or not runs.state(client, min(new)).updates:
+                    time.sleep(0.2)
+                yield
+            runs.set_status(client, min(new), "stopped", "enough")
+
+        yield monitored
+
+
 def processor_s(pid: int) -> float:
     """Return the processor time that a process has taken."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -174,7 +198,7 @@ def measure(
         from ddrl.store import server as embedded
 
         client = connection.connect(stack.enter_context(embedded.use()))
-        settings = config.load(CONFIG, WITHOUT_END)
+        settings = config.load(CONFIG, WITHOUT_END + (BOUND_BY_UPDATES if monitor is shadow else []))
         run = submit.create(client, settings, submit.prepare(settings))
         learning, playing = cores()
         ports = [free_port() for _ in range(2)]
@@ -293,7 +317,7 @@ def paint() -> None:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=("flower", "page", "live", "paint"))
+    parser.add_argument("what", choices=("flower", "page", "live", "shadow", "paint"))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     arguments = parser.parse_args()
@@ -304,6 +328,7 @@ def main() -> None:
     title = {
         "flower": "Loss by Flower, task events and Prometheus",
         "page": f"Loss by the page with {VIEWERS} viewers",
+        "shadow": "Loss by a shadow on another core",
         "live": "Loss by the folder of a run that goes on, and MLflow",
     }[arguments.what]
     print(heading(title) + "\n")
@@ -312,7 +337,7 @@ def main() -> None:
     if arguments.what == "live":
         on, off = live(arguments.rounds, arguments.seconds)
     else:
-        monitor = {"flower": flower, "page": page}[arguments.what]
+        monitor = {"flower": flower, "page": page, "shadow": shadow}[arguments.what]
         on, off = measure(monitor, arguments.rounds, arguments.seconds)
     print("| what | monitored (median) | not monitored | loss | of single rounds |\n|---|---|---|---|---|")
     names = ("env steps/s", "updates/s", "updates for each second of the learner's processor")

@@ -61,7 +61,8 @@ def backfill(
             if due:
                 _start(processes, count_processes, num_workers)
             others = [name for name in runs.active_names(client) if runs.state(client, name).leased]
-            most = count_processes() // (4 if others else 1)  # of the fleet's, while others learn
+            # One more for each process waits, so that none idles; while others learn, a quarter of the fleet plays.
+            most = 2 * count_processes() if not others else count_processes() // 4
             at_once = min(max(1, most), evaluate.REQUESTS_AT_ONCE)
             asked = OpenEvaluations(client, run, send=send, timeout_s=evaluate.LOST_S)
             with progress("evaluated {:,} of {:,} versions", quiet=json_output) as show:
