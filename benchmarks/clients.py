@@ -46,7 +46,7 @@ def main() -> None:
 
         program = Path(environment["DDRL_BENCH_FOLDER"]) / "actor"
         source = ROOT / "clients" / "c" / "actor.c"
-        subprocess.run(["cc", "-O2", "-o", program, source, "-lhiredis", "-lm"], check=True)
+        subprocess.run(["cc", "-O3", "-o", program, source, "-lhiredis", "-lm"], check=True)
         with embedded.use() as url:
             client = connection.connect(url)
             settings = config.load(ROOT / "configs" / "cartpole-dqn.yaml", OPTIONS)

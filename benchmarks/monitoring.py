@@ -160,6 +160,17 @@ def page(environment: dict[str, str], core: int, scraped: list[int], run: str) -
 
 
 @contextmanager
+def busy(core: int) -> Iterator[None]:
+    """Have a core multiply matrices: two cores of a machine may share more than memory."""
+    program = "import torch\na = torch.randn(128, 128)\nwhile True: a @ a"
+    with child(
+        ["-c", program], dict(os.environ) | {"DDRL_BENCH_FOLDER": "/tmp", "OMP_NUM_THREADS": "1"}, core
+    ):
+        time.sleep(3.0)
+        yield
+
+
+@contextmanager
 def shadow(environment: dict[str, str], core: int, scraped: list[int], run: str) -> Iterator[Monitor]:
     """Yield what has a shadow learn on the player's core while a context lasts."""
     from ddrl.store import connection, runs
@@ -223,7 +234,8 @@ def measure(
         on, off = [], []
         for number in range(2 * rounds):
             if number % 4 in (0, 3):  # off, on, on, off: both have the same share of drift
-                off.append(throughput())
+                with busy(playing) if monitor is shadow else contextlib.nullcontext():
+                    off.append(throughput())
             else:
                 with monitored():
                     on.append(throughput())

@@ -1,6 +1,6 @@
 /* An actor of ddrl in C: plays CartPole for a run whose policy is a DQN with a ReLU network. Written from docs/wire.md.
 
-       cc -O2 -o actor actor.c -lhiredis -lm
+       cc -O3 -o actor actor.c -lhiredis -lm
        DDRL_PASSWORD=... ./actor HOST PORT RUN      # or the path of a socket for HOST
 
    It ends when the run ends. Every call has a deadline; after an outage it connects again and repeats its last append,
@@ -81,21 +81,22 @@ static float *tensor(const char *name, int *shape) {
   return (float *)(policy.blob + 8 + length + strtoull(strstr(entry, "\"data_offsets\":[") + 16, NULL, 10));
 }
 
+/* Add a layer; its weight is turned to [in, out], so that the loop over outputs is one over neighbors. */
 static int add_layer(const char *of) {
   char name[80];
   int shape[2], i = policy.num_layers;
   snprintf(name, sizeof name, "%s.weight", of);
-  if (!(policy.weight[i] = tensor(name, shape)) || i == LAYERS) return 0;
+  float *given = tensor(name, shape);
+  if (!given || i == LAYERS) return 0;
+  policy.weight[i] = realloc(policy.weight[i], 4ul * shape[0] * shape[1]);
+  for (int k = 0; k < shape[0] * shape[1]; k++) policy.weight[i][k % shape[1] * shape[0] + k / shape[1]] = given[k];
   policy.sizes[i] = shape[1], policy.sizes[i + 1] = shape[0];
   snprintf(name, sizeof name, "%s.bias", of);
-  policy.bias[i] = tensor(name, shape);
-  return ++policy.num_layers;
+  return policy.bias[i] = tensor(name, shape), ++policy.num_layers;
 }
 
 static void load(long version, const char *data, size_t length) {
-  free(policy.blob);
-  policy.blob = malloc(length + 1);
-  memcpy(policy.blob, data, length);
+  memcpy(policy.blob = realloc(policy.blob, length + 1), data, length);
   policy.blob[length] = 0;
   policy.version = version, policy.num_layers = 0;
   char name[80];
@@ -113,13 +114,12 @@ static int64_t act(const float *row) {
   const float *in = row;
   if (drand48() < policy.epsilon) return lrand48() % ACTIONS;
   for (int layer = 0; layer < policy.num_layers; layer++) {
-    float *out = buffers[layer % 2];
-    int is_last = layer == policy.num_layers - 1, width = policy.sizes[layer];
-    for (int i = 0; i < policy.sizes[layer + 1]; i++) {
-      float sum = policy.bias[layer][i], *weight = policy.weight[layer] + (size_t)i * width;
-      for (int j = 0; j < width; j++) sum += weight[j] * in[j];
-      out[i] = sum > 0 || is_last ? sum : 0;
-    }
+    int width = policy.sizes[layer], height = policy.sizes[layer + 1];
+    float *restrict out = memcpy(buffers[layer % 2], policy.bias[layer], 4ul * height), *weight = policy.weight[layer];
+    for (int j = 0; j < width; j++, weight += height)
+      if (in[j] != 0)
+        for (int i = 0; i < height; i++) out[i] += weight[i] * in[j];
+    for (int i = 0; i < height && layer < policy.num_layers - 1; i++) out[i] = out[i] > 0 ? out[i] : 0;
     in = out;
   }
   return in[1] > in[0];
