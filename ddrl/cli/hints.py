@@ -50,6 +50,8 @@ def hint(figures: Figures, *, server: str, starting: bool) -> str:
         return f"{state.reason}: the learner on {state.host} completes the results"
     if state.handover:
         return f"the learner on {state.host} hands over to {state.handover}"
+    if state.reads:  # nobody plays a shadow
+        return ""
     if not figures.serving:
         return _nobody(figures)
     return _obstacle(figures)

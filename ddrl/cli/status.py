@@ -128,6 +128,7 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
         "weight": weight_text,
         "process time": process_time if state.process_s else None,
         **shown,
+        "reads": state.reads or None,
         "workers": f"{shown['workers']} on {state.queue}, {report['waiting_messages']} rollout messages waiting",
         "env steps": f"{shown['env steps']}, {state.allowance:,} allowed",
         "stream": f"{shown['stream']} in use, {fragments}",

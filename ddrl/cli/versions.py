@@ -102,7 +102,9 @@ def rollback(
             )
         rules, revision = quarantine.read(client, run)
         resolved = base.resolve(runs.config(client, run), runs.spaces(client, run))
-        if not (keep_experience or resolved.on_policy):
+        if not (
+            keep_experience or resolved.on_policy or state.reads
+        ):  # a shadow's are another run's versions
             rules = (*rules, Rule(first_version=number + 1, last_version=latest))
         entry = {"event": "rollback", "option": "version", "from": latest, "to": number}
         entry |= {"env_steps": state.appended_steps}

@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import commands
 from support.learners import Run, contents, endless_config, pick_config, playing, training, until
 from support.processes import Processes
 from support.store import end
 
 from ddrl.config import ConfigError
 from ddrl.runs import submit
-from ddrl.store import keys, ledger, runs
+from ddrl.store import keys, ledger, quarantine, runs
 
 QUICK = ["learner.checkpoint_every_s=1"]
 
@@ -102,3 +103,19 @@ def test_the_command(server, processes: Processes) -> None:
     [other] = [name for name in runs.names(server.client) if name != source.id]
     assert runs.state(server.client, other).reason == "limit of 300 updates"
     processes.ddrl(server.url, "stop", source.id)
+
+
+def test_its_status_names_its_source_and_misses_no_players(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_REDIS_URL", server.url)
+    source = Run(server, endless_config())
+    other = shadow(source)
+    learner = other.learner()
+    other.client.set(keys.lease(other.id), other.token)
+    assert source.id in commands.call("status", other.id)
+    assert "no worker plays" not in commands.call("status", other.id)
+    source.play(300)
+    with training(learner):
+        until(lambda: other.index.latest >= 2)
+    learner.finish()
+    commands.call("rollback", f"{other.id}@1")  # whose versions are not those that have played
+    assert quarantine.read(other.client, other.id)[0] == ()
