@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -50,6 +51,16 @@ from ddrl import trackers
 from ddrl.cli import main
 from ddrl.runs import artifacts
 artifacts.following = trackers.following = lambda *_: contextlib.nullcontext()
+sys.exit(main(sys.argv[1:]))
+"""
+NAMING = """
+import json, os, sys, threading, time
+from ddrl.cli import main
+def name():
+    time.sleep(20)  # by then all threads have begun
+    with open(os.environ["DDRL_BENCH_THREADS"], "w") as file:
+        json.dump({thread.name: thread.native_id for thread in threading.enumerate()}, file)
+threading.Thread(target=name, daemon=True).start()
 sys.exit(main(sys.argv[1:]))
 """
 WITHOUT_END = [
@@ -190,9 +201,14 @@ def shadow(environment: dict[str, str], core: int, scraped: list[int], run: str)
         yield monitored
 
 
-def processor_s(pid: int) -> float:
-    """Return the processor time that a process has taken."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def processor_s(pid: int, thread: int | None = None) -> float:
+    """Return the processor time that a process, or one of its threads, has taken."""
+    fields = (
+        Path(f"/proc/{pid}" + (f"/task/{thread}" if thread else "") + "/stat")
+        .read_text()
+        .rpartition(")")[2]
+        .split()
+    )
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -257,7 +273,10 @@ def live(rounds: int, seconds: float) -> tuple[list[tuple[float, ...]], list[tup
         settings = config.load(CONFIG, [*WITHOUT_END, "tracking=[mlflow]"])
         run = submit.create(client, settings, submit.prepare(settings))
         database = f"sqlite:///{environment['DDRL_BENCH_FOLDER']}/mlflow.db"
+        threads = Path(environment["DDRL_BENCH_FOLDER"], "threads.json")
         environment |= {connection.URL_VARIABLE: url, "MLFLOW_TRACKING_URI": database}
+        environment |= {"DDRL_BENCH_THREADS": str(threads)}
+        shares: dict[str, list[float]] = {"folder": [], "mlflow": []}
         learning, playing = cores()
         stack.enter_context(
             child(["-m", "ddrl", "worker", "--role", "rollout", "--concurrency", "1"], environment, playing)
@@ -276,9 +295,13 @@ def live(rounds: int, seconds: float) -> tuple[list[tuple[float, ...]], list[tup
                     time.perf_counter(),
                     processor_s(process.pid),
                 )
+                ids = json.loads(threads.read_text()) if start[-1] == NAMING else {}
+                own_s = {name: processor_s(process.pid, ids[name]) for name in ("folder", "mlflow") if ids}
                 time.sleep(seconds)
                 after, elapsed = runs.state(client, run), time.perf_counter() - started
                 spent_s = processor_s(process.pid) - spent_s
+                for name, before_s in own_s.items():
+                    shares[name].append(100 * (processor_s(process.pid, ids[name]) - before_s) / elapsed)
             steps, updates = after.appended_steps - before.appended_steps, after.updates - before.updates
             return steps / elapsed, updates / elapsed, updates / spent_s
 
@@ -287,7 +310,10 @@ def live(rounds: int, seconds: float) -> tuple[list[tuple[float, ...]], list[tup
             if number % 4 in (0, 3):
                 off.append(throughput("-c", SILENT))
             else:
-                on.append(throughput("-m", "ddrl"))
+                on.append(throughput("-c", NAMING))
+        for name, values in shares.items():
+            print(f"The thread of {name} took {statistics.median(values):.2f} % of the learner's core.")
+        print()
         return on, off
 
 

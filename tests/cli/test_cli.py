@@ -351,7 +351,9 @@ def test_intervals_are_those_of_the_mean() -> None:
 
 
 def test_runs_are_shown_below_those_they_began_from(client: Any) -> None:
-    first, other = make_run(client), make_run(client)
+    first = make_run(client)
+    time.sleep(0.01)  # of one millisecond they would be in the order of their names
+    other = make_run(client)
     for source in (f"{first}@3", f"{first}, update 9", "elsewhere@1"):
         runs.create(client, runs.config(client, first), runs.spaces(client, first), initial=(source, b"w"))
         time.sleep(0.01)

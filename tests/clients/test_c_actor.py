@@ -79,7 +79,8 @@ def test_it_plays_cartpole_under_the_newest_weights(server, play: Play) -> None:
         out, err = playing.communicate(timeout=SLOW_S)
     learner.finish()
     assert playing.returncode == 0 and err == "" and "steps/s" in out
-    assert run.dead == [] and run.audit().total("consumed") == len(run.entries)
+    audit = run.audit()
+    assert run.dead == [] and audit.total("consumed") + audit.total("waiting") == len(run.entries)
     fragments = [codec.decode(entry.fields) for entry in run.entries]
     assert {one.host for one in fragments} == {"c"} and len({one.policy_version for one in fragments}) > 2
     check_dynamics(fragments)
