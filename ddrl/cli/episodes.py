@@ -12,7 +12,7 @@ import typer
 
 from ddrl.cli.evaluate import check_video, video_writer
 from ddrl.cli.format import counted, duration, number
-from ddrl.cli.output import InputError, Json, Run, answer, emit, note, progress, server_of, table
+from ddrl.cli.output import InputError, Json, Run, answer, emit, note, progress, say, server_of, table
 from ddrl.store import runs
 
 if TYPE_CHECKING:
@@ -52,25 +52,13 @@ def episodes(
     if json_output:
         emit(rows)
     elif not rows:
-        answer(
-            {},
-            f"{run}: the stream holds no whole episode" + (f" of {host}" if host else ""),
-            json_output=False,
-        )
+        say(f"{run}: the stream holds no whole episode" + (f" of {host}" if host else ""))
     else:
         cells = []
         for row in rows:
             versions = " to ".join(map(str, dict.fromkeys(row["versions"])))
-            cells.append(
-                (
-                    row["episode"],
-                    duration(row["age_s"]),
-                    row["host"],
-                    versions,
-                    row["length"],
-                    number(row["return"]),
-                )
-            )
+            figures = (row["length"], number(row["return"]))
+            cells.append((row["episode"], duration(row["age_s"]), row["host"], versions, *figures))
         table(("episode", "age", "host", "version", "steps", "return"), cells, left=("host",))
         note(f"`ddrl replay {run}/{rows[0 if best or worst else -1]['episode']}` plays one again")
 
@@ -109,9 +97,8 @@ def replay(
             known = _chosen(found, 1, wanted == "best", wanted == "worst")
         else:
             known = [one for one in found if not slash or one.name == wanted]
-            known.sort(
-                key=lambda one: (one.producer, one.lane, one.begin)
-            )  # each goes on where the one before ended
+            # Each goes on where the one before it ended.
+            known.sort(key=lambda one: (one.producer, one.lane, one.begin))
         if not known:
             what = f"{run}/{wanted}: this episode is not in the stream any more, or never was" if slash else (
                 f"{run}: the stream holds no whole episode"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ddrl.cli.format import counted
-from ddrl.cli.output import InputError, Json, Run, answer, emit, seconds, server_of, table
+from ddrl.cli.output import InputError, Json, Run, emit, say, seconds, server_of, table
 from ddrl.store import quarantine as store
 from ddrl.store import runs
 from ddrl.store.quarantine import Rule
@@ -61,7 +61,7 @@ def quarantine(
     if json_output:
         emit({"run": run, "rules": rows, "fragments": found.under_any, "of": found.total})
     elif not rows:
-        answer({}, f"{run}: nothing is in quarantine", json_output=False)
+        say(f"{run}: nothing is in quarantine")
     else:
         cells = [tuple(map(str, row.values())) for row in rows]
         table(("rule", "what", "fragments", "env steps"), cells, left=("what",))

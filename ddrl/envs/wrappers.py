@@ -223,10 +223,6 @@ class Lanes:
                 self._observation[lane] = observation
         return self._observation, reward, terminated, truncated, info
 
-    def render(self) -> Any:
-        """Return a picture of the first one."""
-        return self.envs[0].render()
-
     def close(self) -> None:
         """Close all."""
         for env in self.envs:

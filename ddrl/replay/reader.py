@@ -152,7 +152,7 @@ def decode(
                 raise codec.CodecError(f"{name}: {size:.3g} is too large to learn from")
         where, version = (entry.entry_id, fragment.host, read.producer), fragment.policy_version
         left_out = any(rule.covers(*where, version) for rule in rules)
-        packed = None if left_out else pack(fragment)
+        packed: Any = None if left_out else pack(fragment)
     except ValueError as error:  # CodecError is one
         return replace(read, reason=str(error), head=entry.fields.get(b"h", b"")[:1024])
     of_fragment = read.producer, fragment.policy_version, fragment.num_transitions
@@ -161,7 +161,7 @@ def decode(
     played = Played(read.rank, *of_fragment, *episodes)
     if read.rank != rank or left_out:
         return replace(read, played=played, left_out=left_out)
-    memory_bytes = _ENTRY_BYTES + max(fragment.num_bytes, getattr(packed, "num_bytes", 0))
+    memory_bytes = _ENTRY_BYTES + max(fragment.num_bytes, packed.num_bytes)
     return replace(read, memory_bytes=memory_bytes, fragment=fragment, played=played, packed=packed)
 
 

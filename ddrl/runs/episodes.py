@@ -19,6 +19,7 @@ from ddrl import codec, envs
 from ddrl.config import EnvConfig
 from ddrl.envs import requirements
 from ddrl.runs.evaluation import Film, OnFrame, is_atari
+from ddrl.runs.fragments import headers
 from ddrl.store import runs, stream
 from ddrl.store.connection import Redis, StoreError
 from ddrl.types import Fragment
@@ -75,7 +76,7 @@ class Episode:
 
 @dataclass
 class _Lane:
-    """Of a lane, where its episode began, and its newest seed."""
+    """The beginning of the episode that a lane plays, and the lane's newest seed."""
 
     begin: Place | None = None
     seed: int = -1
@@ -86,7 +87,7 @@ class _Lane:
 
 @dataclass
 class _Producer:
-    """What was read of a producer: its newest fragment, its lanes, and the fragments without a gap."""
+    """The newest fragment of a producer, its lanes, and the entries of its fragments since the last gap."""
 
     incarnation: int = -1
     seq: int = -2
@@ -96,19 +97,10 @@ class _Producer:
 
 def read(client: Redis, run: str) -> Iterator[Episode]:
     """Yield the episodes that lie in the stream whole, in the order of their ends."""
-    newest = stream.newest(client, run, 1)
-    last = newest[0].entry_id if newest else b"0-0"
-    names = (b"h", b"p", *(name.encode() for name in COLUMNS))
     known: dict[int, _Producer] = defaultdict(_Producer)
-    for entries in stream.appended(client, run, b"0-0", last, names, codec.MAX_HEADER_BYTES):
-        for entry in entries:
-            try:
-                header = codec.parse_header(entry.fields.get(b"h", b""))
-                columns = codec.decode_columns(entry.fields, COLUMNS)
-            except codec.CodecError:
-                continue
-            if entry.producer >= 0 and len(columns) == len(COLUMNS):  # earlier versions recorded no seeds
-                yield from _read(known[entry.producer], entry, header, columns)
+    for entry, header, columns in headers(client, run, COLUMNS):
+        if len(columns) == len(COLUMNS):  # earlier versions recorded no seeds
+            yield from _read(known[entry.producer], entry, header, columns)
 
 
 def _read(
@@ -152,10 +144,10 @@ def _read(
 
 @dataclass(frozen=True)
 class Replayed:
-    """What playing an episode again gave.
+    """The result of playing an episode again.
 
     Attributes:
-        steps: played again, those of games before it included.
+        steps: played again, those of episodes before it included.
         difference: the first one from what was recorded; "" if there is none.
     """
 
@@ -191,17 +183,14 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
         config, self._spaces = runs.config(client, run), runs.spaces(client, run)
         self._env = config.env.model_copy(update={"num_envs": 1})
         self._film = None if on_frame is None else Film(self._env, self._spaces, on_frame)
-        self._played: Any = (
-            _Game(self._env)
-            if is_atari(self._env)
-            else self._film.make()
-            if self._film
-            else envs.make_one(self._env)
-        )
+        self._played: Any
+        if is_atari(self._env):
+            self._played = _Game(self._env)
+        else:
+            self._played = self._film.make() if self._film else envs.make_one(self._env)
         self._fragments: OrderedDict[bytes, Fragment] = OrderedDict()  # read last
-        self._ended: tuple[int, int, Place] | None = (
-            None  # producer and lane of what was played last, and its end
-        )
+        # Producer and lane of the episode that was played last, and its end.
+        self._ended: tuple[int, int, Place] | None = None
         self._seen = np.zeros(0)  # the observation after it
 
     def __exit__(self, *_: object) -> None:
