@@ -38,6 +38,7 @@ def collecting(env_id: str, *, is_seeded: bool) -> Callable[[float], float]:
     from ddrl.runs import submit
     from ddrl.worker.collector import Collector
 
+    torch.set_num_threads(1)  # as workers do
     config = settings(env_id)
     resolved = base.resolve(config, submit.prepare(config))
     who: Any = {"run": "episodes", "producer": 1, "incarnation": 1}

@@ -26,6 +26,9 @@ from pydantic.fields import FieldInfo
 
 LIVE: JsonDict = {"live": True}
 ALLOW_VARIABLE = "DDRL_ALLOW_MODULES"  # comma-separated modules whose code may be imported and run
+OPPONENT = (
+    "opponent"  # in an info: version of the weights that played the other side of a game; -1: another player
+)
 MAX_BYTES = 1_000_000  # of a YAML file
 MAX_RESULT = 20_000  # numbers in the result of an evaluation, which is one entry of a stream
 
@@ -122,6 +125,10 @@ class EnvConfig(Section):
     info["action_mask"], the part action_mask of a Dict observation, or a method action_masks()."""
     metrics: tuple[Annotated[str, Field(pattern=r"^[\w./-]{1,60}$")], ...] = Field((), max_length=20)
     """Keys of the info at the end of an episode, such as is_success, whose numbers are shown beside its return."""
+    opponent: str = "random"
+    """The other side of a game of two players in evaluations, and for whoever plays an exported policy: `random`, or
+    your own, "module:callable", called with what the game shows its side and a NumPy generator. In training versions
+    of the policy play it, see self_play."""
     frame_stack: int = Field(1, ge=1, le=16)
     """Newest observations that networks see at once; sent and stored one by one. Usual: 4 for Atari."""
     atari: AtariConfig = AtariConfig()
@@ -266,6 +273,20 @@ class EvaluationConfig(Section):
     """An evaluation that no worker reports on for this long is sent again."""
 
 
+class SelfPlayConfig(Section):
+    """Opponents in the training of a game of two players: the policy itself, and versions of its weights that the
+    server keeps (weights.keep_every).
+    """
+
+    opponents: Literal["prioritized", "uniform", "latest"] = "prioritized"
+    """Versions that play the other side: `uniform`: each as often; `prioritized`: those more often against which the
+    policy loses; `latest`: none but the policy itself."""
+    latest_share: float = Field(0.5, ge=0, le=1)
+    """Share of the games that the policy plays against itself. More learns faster, less forgets less."""
+    pool: int = Field(20, ge=1, le=1000)
+    """Most versions to draw from, spread evenly over those that the server keeps."""
+
+
 class StopConfig(Section):
     """The end of the run: the first condition that holds."""
 
@@ -304,6 +325,7 @@ class RunConfig(Section):
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    self_play: SelfPlayConfig = SelfPlayConfig()
     stop: StopConfig = StopConfig()
     tracking: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Tools that the learner's machine tells of the run while it goes on; each is an extra of ddrl, set up by its own

@@ -37,6 +37,7 @@ class EnvSpec:
         has_mask: the last numbers of each observation say which choices are allowed, 1, or not, 0.
         max_episode_steps: of an episode, as the environment says; None: it does not.
         image_shapes: of the images in an observation that is a vector of bytes: theirs, then those of float32 numbers.
+        is_two_player: it is one side of a game, see `SelfPlayConfig`.
     """
 
     env_id: str
@@ -51,6 +52,7 @@ class EnvSpec:
     has_mask: bool = False
     max_episode_steps: int | None = field(default=None, compare=False)
     image_shapes: tuple[tuple[int, ...], ...] = ()
+    is_two_player: bool = False
 
     @property
     def input_shape(self) -> tuple[int, ...]:

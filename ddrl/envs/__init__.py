@@ -6,6 +6,7 @@ from ddrl.envs.make import episode_metrics as episode_metrics
 from ddrl.envs.make import make_one as make_one
 from ddrl.envs.make import make_vector as make_vector
 from ddrl.envs.make import training_reward as training_reward
+from ddrl.envs.make import two_player_game as two_player_game
 from ddrl.envs.requirements import EnvError as EnvError
 from ddrl.envs.requirements import capabilities as capabilities
 from ddrl.envs.requirements import prepare as prepare

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
+import importlib.util
 import math
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,13 +22,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ddrl.config import AtariConfig, EnvConfig, ModuleError, WrapperConfig, first_line, load_callable
-from ddrl.envs.requirements import OF_GYMNASIUM, EnvError, check_installed, load, requirement, unknown
+from ddrl.envs.requirements import (
+    OF_GYMNASIUM,
+    OF_PETTINGZOO,
+    EnvError,
+    check_installed,
+    load,
+    requirement,
+    unknown,
+)
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
     import gymnasium
 
     from ddrl.envs.atari import AtariVector
+    from ddrl.envs.two_player import TwoPlayerGame
     from ddrl.envs.wrappers import Lanes
 
 _UNFIT_WRAPPERS = {  # of Gymnasium's -> why not
@@ -61,7 +73,14 @@ def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[An
 
     from ddrl.envs.wrappers import MaskedObservation, mask_in_info
 
+    if env.id.startswith(OF_PETTINGZOO):
+        return _game(env, _from_pettingzoo(env))
     made = _from_callable(env) if ":" in env.id else _from_registry(env, env.id)
+    if _is_of_pettingzoo(made):
+        return _game(env, made)
+    if env.opponent != EnvConfig.model_fields["opponent"].default:
+        made.close()
+        raise EnvError(f"{env.id}: env.opponent is {env.opponent}, but this is no game of two; remove it")
     for wrapper in env.wrappers:
         made = _wrapped(made, wrapper)
     made = _flattened(env.id, mask_in_info(made) if env.action_mask else made)
@@ -114,6 +133,8 @@ def describe(env: EnvConfig) -> EnvSpec:
         if env.action_mask:
             made.reset(seed=0)  # which refuses an environment without a mask
         limit = getattr(made.spec, "max_episode_steps", None) or env.max_episode_steps
+        if is_game := (game := two_player_game(made)) is not None:
+            game.check()
     finally:
         made.close()
     if env.frame_stack > 1 and (len(spec.observation_shape) not in (1, 2) or spec.image_shapes):
@@ -123,7 +144,13 @@ def describe(env: EnvConfig) -> EnvSpec:
             "neither vectors nor grey images [H, W]; set it to 1, or wrap the environment to give one of these"
         )
     limit = env.atari.max_frames if _is_game(env) else limit
-    return replace(spec, frame_stack=env.frame_stack, has_mask=env.action_mask, max_episode_steps=limit)
+    return replace(
+        spec,
+        frame_stack=env.frame_stack,
+        has_mask=env.action_mask,
+        max_episode_steps=limit,
+        is_two_player=is_game,
+    )
 
 
 def check_spaces(made: gymnasium.Env[Any, Any] | AtariVector | Lanes, known: EnvSpec) -> None:
@@ -300,7 +327,7 @@ def _from_registry(env: EnvConfig, env_id: str) -> gymnasium.Env[Any, Any]:
         raise EnvError(f"{env.id}: env.kwargs {env.kwargs} refused ({first_line(error)})") from None
 
 
-def _from_callable(env: EnvConfig) -> gymnasium.Env[Any, Any]:
+def _from_callable(env: EnvConfig) -> Any:
     import gymnasium
 
     try:
@@ -313,8 +340,83 @@ def _from_callable(env: EnvConfig) -> gymnasium.Env[Any, Any]:
         made = make(**env.kwargs)
     except TypeError as error:
         raise EnvError(f"{env.id}: env.kwargs {env.kwargs} refused ({first_line(error)})") from None
+    if _is_of_pettingzoo(made):
+        return made
     if not isinstance(made, gymnasium.Env):
-        raise EnvError(f"{env.id}: returned {type(made).__name__}; expected a gymnasium.Env")
+        raise EnvError(
+            f"{env.id}: returned {type(made).__name__}; expected a gymnasium.Env, or PettingZoo's AECEnv or ParallelEnv"
+        )
     if env.max_episode_steps is None:
         return made
     return gymnasium.wrappers.TimeLimit(made, env.max_episode_steps)
+
+
+def two_player_game(made: Any) -> TwoPlayerGame | None:
+    """Return the environment if it is a game of two players."""
+    if "pettingzoo" not in sys.modules:  # then nothing can be of it
+        return None
+    from ddrl.envs.two_player import TwoPlayerGame
+
+    return made if isinstance(made, TwoPlayerGame) else None
+
+
+def _is_of_pettingzoo(made: Any) -> bool:
+    if "pettingzoo" not in sys.modules:
+        return False
+    from pettingzoo import AECEnv, ParallelEnv
+
+    return isinstance(made, AECEnv | ParallelEnv)
+
+
+def _from_pettingzoo(env: EnvConfig) -> Any:
+    """Return a game of PettingZoo's own, such as "pettingzoo/classic/connect_four_v3".
+
+    Raises:
+        EnvError: it is not installed, unknown, or refuses its arguments.
+    """
+    check_installed(env.id)
+    name = env.id.replace("/", ".")
+    try:
+        if not re.fullmatch(r"pettingzoo\.\w+\.\w+", name) or importlib.util.find_spec(name) is None:
+            raise EnvError(f"{env.id}: no such game; name one as pettingzoo/classic/connect_four_v3")
+        # `env()` adds wrappers that check what `TwoPlayerGame` does in any case, at three times the time of a move.
+        return importlib.import_module(name).raw_env(**env.kwargs)
+    except EnvError:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise EnvError(
+            f"{env.id}: cannot be made ({first_line(error)}); install what this game needs"
+        ) from None
+    except Exception as error:
+        raise EnvError(f"{env.id}: env.kwargs {env.kwargs} refused ({first_line(error)})") from None
+
+
+def _loaded(opponent: str) -> Callable[..., Any]:
+    """Return the opponent that "module:callable" names; an EnvError if it cannot be loaded."""
+    try:
+        return load_callable(opponent)
+    except ModuleError as error:
+        raise EnvError(f"env.opponent: {error}") from None
+
+
+def _game(env: EnvConfig, made: Any) -> gymnasium.Env[Any, Any]:
+    """Return a game of two players as an environment, in which `env.opponent` plays the other side.
+
+    Raises:
+        EnvError: it is no such game, or an option is not for games.
+    """
+    from ddrl.envs.two_player import TwoPlayerGame
+
+    for name in ("wrappers", "action_repeat", "max_episode_steps", "frame_stack"):
+        if (value := getattr(env, name)) != (default := EnvConfig.model_fields[name].default):
+            made.close()
+            raise EnvError(
+                f"{env.id}: env.{name} is {value}, which games of two do not take; leave it at {default}, or change "
+                "the game itself"
+            )
+    game = TwoPlayerGame(env.id, made, None if env.opponent == "random" else _loaded(env.opponent))
+    if game.has_mask != env.action_mask:
+        game.close()
+        has, wanted = ("an", "true") if game.has_mask else ("no", "false")
+        raise EnvError(f"{env.id}: its observations have {has} action_mask; set env.action_mask to {wanted}")
+    return game

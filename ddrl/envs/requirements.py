@@ -20,8 +20,8 @@ import ddrl
 from ddrl.config import ModuleError, RunConfig, allowed_modules, load_callable, load_module
 
 # By extra: the module, and the package, that it installs.
-PACKAGES = {"box2d": "Box2D", "atari": "ale_py", "mujoco": "mujoco"}
-_DISTRIBUTIONS = {"box2d": "box2d", "atari": "ale-py", "mujoco": "mujoco"}
+PACKAGES = {"box2d": "Box2D", "atari": "ale_py", "mujoco": "mujoco", "pettingzoo": "pettingzoo"}
+_DISTRIBUTIONS = {"box2d": "box2d", "atari": "ale-py", "mujoco": "mujoco", "pettingzoo": "pettingzoo"}
 
 _BOX2D = {"LunarLander", "LunarLanderContinuous", "BipedalWalker", "BipedalWalkerHardcore", "CarRacing"}
 _MUJOCO = {
@@ -29,6 +29,7 @@ _MUJOCO = {
     *("InvertedPendulum", "Pusher", "Reacher", "Swimmer", "Walker2d"),
 }
 OF_GYMNASIUM = "gymnasium.wrappers:"  # its wrappers need no permission
+OF_PETTINGZOO = "pettingzoo/"  # its games, such as pettingzoo/classic/connect_four_v3
 _ATARI = re.compile(r"ALE/.+|.+(NoFrameskip|Deterministic)-v\d+")
 
 
@@ -41,7 +42,7 @@ class UnfitError(ValueError):
 
 
 def requirement(env_id: str) -> str | None:
-    """Return what a machine needs for `env_id`: "box2d", "atari", "mujoco", a top-level package, or None.
+    """Return what a machine needs for `env_id`: "box2d", "atari", "mujoco", "pettingzoo", a top-level package, or None.
 
     It goes by the name alone. An id of a third-party package that registers itself gives None: submit it as
     "module:EnvId" instead.
@@ -50,6 +51,8 @@ def requirement(env_id: str) -> str | None:
         return _package(env_id)
     if _ATARI.fullmatch(env_id):
         return "atari"
+    if env_id.startswith(OF_PETTINGZOO):
+        return "pettingzoo"
     name = re.sub(r"-v\d+$", "", env_id)
     if name in _BOX2D:
         return "box2d"
@@ -57,10 +60,10 @@ def requirement(env_id: str) -> str | None:
 
 
 def custom_code(config: RunConfig) -> list[str]:
-    """Return each "module:callable" of the user's own algorithm, network and wrappers."""
-    return _of_networks(config) + [
-        wrapper.id for wrapper in config.env.wrappers if not wrapper.id.startswith(OF_GYMNASIUM)
-    ]
+    """Return each "module:callable" of the user's own algorithm, network, wrappers and opponent."""
+    env = config.env
+    wrappers = [wrapper.id for wrapper in env.wrappers if not wrapper.id.startswith(OF_GYMNASIUM)]
+    return _of_networks(config) + wrappers + ([env.opponent] if ":" in env.opponent else [])
 
 
 def _of_networks(config: RunConfig) -> list[str]:

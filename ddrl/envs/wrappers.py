@@ -16,7 +16,7 @@ from ddrl.envs.requirements import EnvError
 
 MOST_SEED = 2**31
 SEED_STEPS = 100
-_MASK = "action_mask"  # in an info, or of a Dict observation
+MASK = "action_mask"  # in an info, or of a Dict observation
 
 
 class _MaskInInfo(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -24,7 +24,7 @@ class _MaskInInfo(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any], parts: dict[str, Space[Any]]) -> None:
         super().__init__(env)
-        self.observation_space = Dict({name: part for name, part in parts.items() if name != _MASK})
+        self.observation_space = Dict({name: part for name, part in parts.items() if name != MASK})
 
     def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         """Begin an episode."""
@@ -37,14 +37,14 @@ class _MaskInInfo(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated, truncated, info
 
     def _moved(self, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        rest = {name: part for name, part in observation.items() if name != _MASK}
-        return rest, {**info, _MASK: observation[_MASK]}
+        rest = {name: part for name, part in observation.items() if name != MASK}
+        return rest, {**info, MASK: observation[MASK]}
 
 
 def mask_in_info(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
     """Return the environment with its mask in the info where it is a part of Dict observations."""
     space = env.observation_space
-    return _MaskInInfo(env, space.spaces) if isinstance(space, Dict) and _MASK in space.spaces else env
+    return _MaskInInfo(env, space.spaces) if isinstance(space, Dict) and MASK in space.spaces else env
 
 
 class MaskedObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -91,7 +91,7 @@ class MaskedObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
         return np.append(np.asarray(observation, np.float32), mask.astype(np.float32))
 
     def _mask(self, info: dict[str, Any]) -> np.ndarray:
-        given = info.get(_MASK)
+        given = info.get(MASK)
         if given is None and self.env.has_wrapper_attr("action_masks"):
             given = self.env.get_wrapper_attr("action_masks")()
         if given is None:

@@ -28,9 +28,10 @@ import numpy as np
 import torch
 
 from ddrl.algorithms import base
-from ddrl.config import RunConfig
+from ddrl.config import OPPONENT, RunConfig
 from ddrl.learner.core import Core
 from ddrl.learner.group import Leading
+from ddrl.learner.league import League
 from ddrl.learner.publisher import OnCheckpoint, Publisher, Shared, Tensors, decode_tensors
 from ddrl.replay.experience import warmup_steps
 from ddrl.replay.reader import Reader, decode_range, largest_value
@@ -106,6 +107,8 @@ class Learner:
             redis.exceptions.RedisError: the server has an outage; create a new `Learner` to try again.
         """
         shared, index = self.shared, weights.index(self._client, self._run)
+        if self.core.resolved.spec.is_two_player:
+            shared.league = League(index.standings, self._config.env.metrics.index(OPPONENT))
         checkpoint, latest = self.publisher.load(), index.latest
         state, counters = checkpoint or ({}, Counters())
         earlier, revision = runs.rollback(self._client, self._run)  # weights to go back to
@@ -252,6 +255,8 @@ class Learner:
                 shared.env_steps += num_steps
                 shared.returns.extend(entry.played.episode_return)
                 shared.episode_metrics.extend(map(np.array, entry.played.episode_metrics))
+                if shared.league is not None:
+                    shared.league.count(entry.played)
             shared.count(() if objection else entry.counted)
             if not self.replay.has_room():
                 break

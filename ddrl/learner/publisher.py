@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from ddrl.config import RunConfig
+from ddrl.learner.league import League
 from ddrl.learner.ledger_rows import LedgerRows
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.reader import Decoded, Reader
@@ -71,6 +72,7 @@ class Shared:
         refused: (entry_id, head, reason, an append wrote it) to report; gaps: warnings of fragments that left the
             stream unread, to report. The publisher removes both.
         returns, episode_metrics: of the newest training episodes.
+        league: of a game of two players; None: it is none.
         metrics: of the newest update.
         weights: (updates, parameters) to publish. checkpoint: (counters, tensors) to store. The publisher clears both.
 
@@ -93,6 +95,7 @@ class Shared:
         self.gaps: deque[str] = deque()
         self.returns: deque[float] = deque(maxlen=RETURNS_LENGTH)
         self.episode_metrics: deque[np.ndarray] = deque(maxlen=RETURNS_LENGTH)  # [M] each
+        self.league: League | None = None
         self.metrics: Tensors = {}
         self.weights: tuple[int, Tensors] | None = None
         self.checkpoint: tuple[Counters, Tensors] | None = None
@@ -367,7 +370,7 @@ class Publisher:
         }
         if shared.returns:
             row["return_mean"] = float(np.mean(list(shared.returns)))
-        row |= self._episode_metrics()
+        row |= self._episode_metrics() | ({"elo": shared.league.rating} if shared.league else {})
         return row | {name: float(value) for name, value in shared.metrics.items()}
 
     def _episode_metrics(self) -> dict[str, float]:
@@ -416,6 +419,9 @@ class Publisher:
         except connection.UNREACHABLE:
             self._unconfirmed = version
             raise
+        if shared.league is not None:
+            kept = index.sizes.keys() - {*drop}
+            weights.rate(*self._held, shared.league.publish(version, kept))
         self._written_bytes += len(blob)
         shared.version, self._allowed, self._published_updates = version, allowance, updates
         if shared.weights is finished:  # the training thread may have finished others meanwhile

@@ -10,7 +10,7 @@ import numpy as np
 
 from ddrl import envs
 from ddrl.algorithms import base
-from ddrl.config import ConfigError, RunConfig, Section, load
+from ddrl.config import OPPONENT, ConfigError, RunConfig, Section, load
 from ddrl.envs import requirements
 from ddrl.envs.goals import find_goals
 from ddrl.replay.experience import is_compressed, longest_fragment_steps, rate_limiter
@@ -59,6 +59,7 @@ def check(config: RunConfig, spaces: EnvSpec, *, processes: int = 1) -> None:
             _check_on_policy(config, resolved, processes)
         else:
             _check_off_policy(config, resolved)
+        _check_self_play(config, resolved)
         _check_budget(config, resolved)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -214,6 +215,25 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
     _refuse_changed(config, "learner", ["publish_every_s", "lockstep"], where)
 
 
+def _check_self_play(config: RunConfig, resolved: base.Resolved) -> None:
+    """Check the settings of self-play.
+
+    Raises:
+        ValueError: one has no effect, or the policy cannot be an opponent.
+    """
+    if not resolved.spec.is_two_player:
+        _refuse_changed(
+            config, "self_play", type(config.self_play).model_fields, "but in a game of two players"
+        )
+    elif config.self_play.opponents == "latest":
+        _refuse_changed(config, "self_play", ["latest_share", "pool"], "with self_play.opponents: latest")
+    if resolved.spec.is_two_player and resolved.policy().initial_state(1):
+        raise ValueError(
+            f"algorithm.name: {resolved.name} has a recurrent state here, which opponents do not keep; use a network "
+            "without one"
+        )
+
+
 def _refuse_changed(config: RunConfig, section: str, names: Iterable[str], where: str) -> None:
     """Refuse settings that differ from their default but have no effect here.
 
@@ -247,6 +267,9 @@ def create(
     Raises:
         ConfigError: the server's memory cannot hold what the run may need, or it cannot give its durability.
     """
+    if spaces.is_two_player and OPPONENT not in config.env.metrics:  # for the ratings
+        env = config.env.model_copy(update={"metrics": (OPPONENT, *config.env.metrics)})
+        config = config.model_copy(update={"env": env})
     check_memory(client, config)
     if reason := connection.why_not_durable(client, config.durability):
         raise ConfigError(f"durability: {config.durability}, but {reason}, or use durability process")

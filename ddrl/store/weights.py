@@ -1,6 +1,7 @@
 """Weights: named arrays as safetensors bytes (no pickle), and the published versions, one key each.
 
-The hash `weights` holds `latest`, `best`, `best_return` and, for each stored version, its bytes, time and updates.
+The hash `weights` holds `latest`, `best`, `best_return` and, for each stored version, its bytes, time and updates. Of a
+game of two players it also holds `league`, JSON: version -> [rating, games, score].
 """
 
 from __future__ import annotations
@@ -77,11 +78,26 @@ def _one_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """A version among the opponents in a game of two players.
+
+    Attributes:
+        rating: in Elo points; 0: of the first version, when it was new.
+        games: that later versions have played against it.
+        score: 0..1, of these versions in their newest games against it; a draw counts half.
+    """
+
+    rating: float = 0.0
+    games: int = 0
+    score: float = 0.5
+
+
+@dataclass(frozen=True)
 class WeightsIndex:
     """The versions that are stored; -1 if there is none yet.
 
     By version: `sizes` in bytes; `published`, the time (server's clock, ms) and the learner's updates, None where an
-    older version of ddrl stored it.
+    older version of ddrl stored it; `standings` in a game of two players.
     """
 
     latest: int
@@ -89,6 +105,7 @@ class WeightsIndex:
     best_return: float
     sizes: dict[int, int]
     published: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
+    standings: dict[int, Standing] = field(default_factory=dict)
 
 
 def publish(
@@ -127,6 +144,16 @@ def mark_best(client: Redis, run: str, token: int, version: int, return_mean: fl
     call(client, "set_fields", script_keys, [token, "best", version, "best_return", return_mean])
 
 
+def rate(client: Redis, run: str, token: int, standings: Mapping[int, Standing]) -> None:
+    """Store the standings of versions, instead of those before.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    table = json.dumps({version: list(vars(standing).values()) for version, standing in standings.items()})
+    call(client, "set_fields", [keys.state(run), keys.weights(run)], [token, "league", table])
+
+
 def index(client: Redis, run: str) -> WeightsIndex:
     """Return the versions that are stored."""
     raw = cast("dict[bytes, bytes]", client.hgetall(keys.weights(run)))
@@ -138,6 +165,7 @@ def index(client: Redis, run: str) -> WeightsIndex:
         best_return=float(raw.get(b"best_return", "-inf")),
         sizes=sizes,
         published={one: (numbers.get(f"{one}:ms"), numbers.get(f"{one}:updates")) for one in sizes},
+        standings={int(one): Standing(*row) for one, row in json.loads(raw.get(b"league", b"{}")).items()},
     )
 
 

@@ -9,6 +9,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ddrl.config import RunConfig
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.types import Fragment
 from ddrl.worker.noise import drifting_uniform
+from ddrl.worker.opponents import Opponents
 from ddrl.worker.recorder import Recorder
 
 _FIRST_STEPS = 16  # T of the first fragment, before the speed is known
@@ -46,6 +48,9 @@ class Collector:
         random_until_learned: under version 0, play uniformly random actions, without extras. The run's config may
             leave this open (None).
         on_step: called after each step of the environments; it feeds the watchdog.
+
+    Attributes:
+        opponents: of a game of two players; None: it is no such game.
 
     Raises:
         EnvError: the environment cannot be made here, or its spaces are not those of `resolved`.
@@ -92,6 +97,13 @@ class Collector:
         self._state = self._policy.initial_state(num_envs)
         identity = {"run": run, "producer": producer, "incarnation": incarnation}
         identity |= {"host": socket.gethostname()}
+        self.opponents: Opponents | None = None
+        if self._spec.is_two_player:
+            make = partial(resolved.policy, producer=producer)
+            self.opponents = Opponents(config.self_play, make, self._generator)
+            for env in getattr(self._vector, "envs", ()):
+                if (game := envs.two_player_game(env)) is not None:
+                    game.play_against(self._next_opponent)
         self._recorder = Recorder(identity, config.env, resolved, observation, self._vector.reset_seeds)
         self._stride = resolved.sequences.stride if resolved.sequences else 1
         most = _MAX_FRAGMENT_BYTES // max(1, observation.nbytes)
@@ -110,6 +122,12 @@ class Collector:
         self._policy.load(weights)
         self._weights_bytes = sum(array.nbytes for array in weights.values())
         self.version = version
+
+    def _next_opponent(self) -> tuple[int, Callable[[np.ndarray], Any]]:
+        """Return the version and the opponent of a new game, which explores as the policy does."""
+        assert self.opponents is not None
+        version, policy = self.opponents.draw(self.version, self._policy)
+        return version, lambda seen: policy.explore(seen[None], self._generator)[0][0]
 
     def close(self) -> None:
         """Close the environments."""

@@ -18,6 +18,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import numpy as np
 
 from ddrl import codec
 from ddrl.algorithms import base
@@ -37,6 +40,7 @@ WAIT_MS = 500  # for the learner, before the run's state is read again: a draini
 YIELD_AFTER_S = 1.0  # of waiting, until a segment first checks whether another run wants its process
 WAKES_PER_S = 5_000  # of collectors that the learner wakes at once: so many ask the server in a second
 RETRY_FULL_S = 0.25
+DRAW_S = 5.0  # between two draws of the versions that a process plays against
 LONGEST_FRAGMENT = 2.0  # times rollout.fragment_s, while the speed of the environments is unknown
 
 
@@ -114,6 +118,7 @@ class Player:
         # However little is left of the allowance, since a fragment repeats n_step - 1 steps as context.
         self._least_steps = 1 if resolved.on_policy else resolved.config.n_step
         self._unsent: tuple[Fragment, dict[bytes, bytes], int] | None = None  # and encoded, ms played
+        self._draws_at = 0.0
 
     @property
     def has_unsent(self) -> bool:
@@ -130,10 +135,19 @@ class Player:
         """Load a version of the weights; False if the server no longer keeps it."""
         if version == self.collector.version:
             return True
+        if (arrays := self._fetch(client, version)) is None:
+            return False
+        self.collector.load(version, arrays)
+        opponents, now = self.collector.opponents, time.monotonic()
+        if opponents is not None and now >= self._draws_at:
+            opponents.draw_versions(weights.index(client, self.run), partial(self._fetch, client))
+            self._draws_at = now + DRAW_S
+        return True
+
+    def _fetch(self, client: Redis, version: int) -> dict[str, np.ndarray] | None:
+        """Return the weights of a version; None if the server no longer keeps it."""
         blob = shared_weights.get(client, self.run, version)
-        if blob is not None:
-            self.collector.load(version, weights.decode_weights(blob))
-        return blob is not None
+        return None if blob is None else weights.decode_weights(blob)
 
     def append(
         self, client: Redis, remaining_steps: int, clock: Clock, *, node: str = "-"

@@ -1,0 +1,64 @@
+"""Elo ratings of a run's versions in a game of two players, from the games that they play in training.
+
+The newest version inherits the rating of the one before; a version keeps its own when the next one is published, and
+its games as an opponent go on changing it. See A. Elo, The Rating of Chessplayers (1978), 8.4 for the formula.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping
+
+from ddrl.store.weights import Standing
+from ddrl.types import Played
+
+K = 8.0  # points of a game between equals that one side wins, times two
+SCALE = 400.0  # points of difference at which the better side scores ten times as much
+MEMORY = 100  # games over which the score against a version is averaged
+
+
+class League:
+    """The standings of the versions that are kept; used by both threads of a learner.
+
+    Args:
+        standings: by version, as the server has them.
+        opponent: place of the opponent's version in `Played.episode_metrics`.
+
+    Attributes:
+        rating: of the newest version.
+    """
+
+    def __init__(self, standings: Mapping[int, Standing], opponent: int) -> None:
+        self._standings, self._opponent, self._lock = dict(standings), opponent, threading.Lock()
+        self.rating = self._standings[max(self._standings)].rating if self._standings else 0.0
+
+    def count(self, played: Played) -> None:
+        """Count the games of a fragment against versions that are kept, older than the one that played."""
+        with self._lock:
+            for game_return, metrics in zip(played.episode_return, played.episode_metrics, strict=True):
+                version = int(metrics[self._opponent])
+                standing = self._standings.get(version)
+                if standing is None or version >= played.policy_version:
+                    continue
+                score = 0.5 + 0.5 * ((game_return > 0) - (game_return < 0))
+                change = K * (score - expected(self.rating - standing.rating))
+                self.rating += change
+                games = standing.games + 1
+                self._standings[version] = Standing(
+                    rating=standing.rating - change,
+                    games=games,
+                    score=standing.score + (score - standing.score) / min(games + 1, MEMORY),
+                )
+
+    def publish(self, version: int, kept: Collection[int]) -> dict[int, Standing]:
+        """Add a version that begins with the newest rating, forget those that are not kept, and return the others."""
+        with self._lock:
+            self._standings[version] = Standing(rating=self.rating)
+            kept = {*kept, version}
+            self._standings = {one: row for one, row in self._standings.items() if one in kept}
+            return dict(self._standings)
+
+
+def expected(difference: float) -> float:
+    """Return the expected score, 0..1, of a side whose rating is higher by `difference`."""
+    return float(1.0 / (1.0 + 10.0 ** (-difference / SCALE)))
