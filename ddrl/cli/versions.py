@@ -146,6 +146,8 @@ def _show(client: Client, run: str, json_output: bool) -> None:
         low, high = row["interval"] or (None, None)
         between = "" if low is None else f"{number(low)} to {number(high)}"
         figures = (duration(row["age_s"]), row["updates"], size(row["bytes"]), row["return_mean"], between)
-        cells.append((str(row["version"]), *figures, row["episodes"], ", ".join(row["kept_as"])))
-    header = ("version", "age", "updates", "size", "return", "95 % interval", "episodes", "kept as")
+        league = (number(row["elo"]), row["games"], f"{row['beaten']:.0%}") if "elo" in row else ()
+        cells.append((str(row["version"]), *figures, row["episodes"], *league, ", ".join(row["kept_as"])))
+    league = ("elo", "games", "beaten by later") if found and "elo" in found[-1] else ()
+    header = ("version", "age", "updates", "size", "return", "95 % interval", "episodes", *league, "kept as")
     table(header, cells, left=("kept as",), optional=("size", "age"))

@@ -29,7 +29,7 @@ _MUJOCO = {
     *("InvertedPendulum", "Pusher", "Reacher", "Swimmer", "Walker2d"),
 }
 OF_GYMNASIUM = "gymnasium.wrappers:"  # its wrappers need no permission
-OF_PETTINGZOO = "pettingzoo/"  # its games, such as pettingzoo/classic/connect_four_v3
+OF_PETTINGZOO = "pettingzoo/"  # its games, such as pettingzoo/classic/connect_four-v3
 _ATARI = re.compile(r"ALE/.+|.+(NoFrameskip|Deterministic)-v\d+")
 
 

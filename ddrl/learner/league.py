@@ -1,18 +1,19 @@
 """Elo ratings of a run's versions in a game of two players, from the games that they play in training.
 
-The newest version inherits the rating of the one before; a version keeps its own when the next one is published, and
-its games as an opponent go on changing it. See A. Elo, The Rating of Chessplayers (1978), 8.4 for the formula.
+The newest version inherits the rating of the one before. Its games change it until the next one is published, and then
+its games as an opponent. See A. Elo, The Rating of Chessplayers (1978), 8.4 for the formula.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from ddrl.store.weights import Standing
 from ddrl.types import Played
 
-K = 8.0  # points of a game between equals that one side wins, times two
+K = 4.0  # points that a win in a game between equals moves both ratings by, times two
 SCALE = 400.0  # points of difference at which the better side scores ten times as much
 MEMORY = 100  # games over which the score against a version is averaged
 
@@ -30,7 +31,8 @@ class League:
 
     def __init__(self, standings: Mapping[int, Standing], opponent: int) -> None:
         self._standings, self._opponent, self._lock = dict(standings), opponent, threading.Lock()
-        self.rating = self._standings[max(self._standings)].rating if self._standings else 0.0
+        self._newest = max(self._standings, default=-1)
+        self.rating = self._standings.get(self._newest, Standing()).rating
 
     def count(self, played: Played) -> None:
         """Count the games of a fragment against versions that are kept, older than the one that played."""
@@ -51,9 +53,11 @@ class League:
                 )
 
     def publish(self, version: int, kept: Collection[int]) -> dict[int, Standing]:
-        """Add a version that begins with the newest rating, forget those that are not kept, and return the others."""
+        """Add a version, which begins with the rating that the one before ends with; return those that are kept."""
         with self._lock:
-            self._standings[version] = Standing(rating=self.rating)
+            if (before := self._standings.get(self._newest)) is not None:
+                self._standings[self._newest] = replace(before, rating=self.rating)
+            self._newest, self._standings[version] = version, Standing(rating=self.rating)
             kept = {*kept, version}
             self._standings = {one: row for one, row in self._standings.items() if one in kept}
             return dict(self._standings)

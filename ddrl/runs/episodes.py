@@ -184,6 +184,10 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
         self._env = config.env.model_copy(update={"num_envs": 1})
         self._film = None if on_frame is None else Film(self._env, self._spaces, on_frame)
         self._played: Any
+        if self._spaces.is_two_player:
+            raise envs.EnvError(
+                f"{self._env.id}: is a game of two, which cannot be played again: the stream has one side's moves only"
+            )
         if is_atari(self._env):
             self._played = _Game(self._env)
         else:

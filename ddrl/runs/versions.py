@@ -30,6 +30,8 @@ def rows(client: Redis, run: str) -> list[dict[str, Any]]:
         row |= {"age_s": published_ms and (now_ms - published_ms) / 1e3, "bytes": stored.sizes[version]}
         mean = float(np.mean(returns)) if returns else None
         row |= {"return_mean": mean, "interval": interval(returns), "episodes": len(returns)}
+        if (standing := stored.standings.get(version)) is not None:
+            row |= {"elo": standing.rating, "games": standing.games, "beaten": standing.score}
         reasons = {"best": version == stored.best, f"newest {config.keep_last}": place < config.keep_last}
         reasons[f"every {config.keep_every}"] = version % config.keep_every == 0
         kept_as = [reason for reason, holds in reasons.items() if holds] or ["until the next version"]

@@ -24,7 +24,8 @@ class Opponents:
         generator: of what is random.
 
     Attributes:
-        loaded: by version, a policy for each.
+        loaded: by version, the policies that were drawn last.
+        drawn: their versions, one that was drawn twice twice.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Opponents:
     ) -> None:
         self._options, self._make, self._generator = options, make, generator
         self.loaded: dict[int, Policy] = {}
+        self.drawn: list[int] = []
 
     def draw_versions(self, stored: WeightsIndex, fetch: Callable[[int], Mapping[str, Any] | None]) -> None:
         """Draw the versions that are played against from now on; games that have begun go on as they are.
@@ -54,7 +56,7 @@ class Opponents:
             elif version not in found and (arrays := fetch(version)) is not None:
                 found[version] = self._make()
                 found[version].load(arrays)
-        self._drawn = [version for version in drawn.tolist() if version in found]
+        self.drawn = [version for version in drawn.tolist() if version in found]
         self.loaded = found
 
     def draw(self, latest: int, own: Policy) -> tuple[int, Policy]:
@@ -66,7 +68,7 @@ class Opponents:
         """
         if not self.loaded or self._generator.random() < self._options.latest_share:
             return latest, own
-        version = self._drawn[self._generator.integers(len(self._drawn))]
+        version = self.drawn[self._generator.integers(len(self.drawn))]
         return version, self.loaded[version]
 
 

@@ -40,7 +40,7 @@ WAIT_MS = 500  # for the learner, before the run's state is read again: a draini
 YIELD_AFTER_S = 1.0  # of waiting, until a segment first checks whether another run wants its process
 WAKES_PER_S = 5_000  # of collectors that the learner wakes at once: so many ask the server in a second
 RETRY_FULL_S = 0.25
-DRAW_S = 5.0  # between two draws of the versions that a process plays against
+DRAW_S = 2.0  # between two draws of the versions that a process plays against
 LONGEST_FRAGMENT = 2.0  # times rollout.fragment_s, while the speed of the environments is unknown
 
 
