@@ -54,6 +54,10 @@ def evaluate(
     epsilon: Annotated[
         float | None, typer.Option(min=0, max=1, help="Share of random actions. Default: the algorithm's.")
     ] = None,
+    opponent: Annotated[
+        str | None,
+        typer.Option(help="Other side of a game of two: random, or module:callable. Default: the run's."),
+    ] = None,
     video: Annotated[
         Path | None,
         typer.Option(help="File (.mp4, or .gif of 15 s at most) for a video of the first episode."),
@@ -70,7 +74,12 @@ def evaluate(
     with opened(target, version) as (loaded, client), ExitStack() as stack:
         if noop is not None and not is_atari(loaded.env):
             raise InputError(f"--noop {noop}: {loaded.env.id} is not an ALE game; leave the option out")
-        wanted = episodes_of(loaded, episodes, seed, num_envs=num_envs, epsilon=epsilon, noop_max=noop)
+        if opponent is not None and not loaded.spaces.is_two_player:
+            raise InputError(
+                f"--opponent {opponent}: {loaded.env.id} is no game of two; leave the option out"
+            )
+        others: Any = {"epsilon": epsilon, "noop_max": noop, "opponent": opponent}
+        wanted = episodes_of(loaded, episodes, seed, num_envs=num_envs, **others)
         on_frame = None if video is None else stack.enter_context(video_writer(video))
         if not json_output:
             note(f"playing {counted(episodes, 'episode')}")
@@ -90,6 +99,7 @@ def evaluate(
         "length": f"{number(report['length_mean'])} steps (mean)",
         **{name: f"{value:.4g} (mean)" for name, value in report.items() if name.startswith(INFO)},
         "epsilon": f"{report['epsilon']:g}",
+        "opponent": report["opponent"],
         "no-ops": f"up to {report['noop']} frames" if report["noop"] else None,
         "played": scoring.where(),
         "video": video and str(video),
@@ -108,6 +118,7 @@ def episodes_of(
     num_envs: int,
     epsilon: float | None = None,
     noop_max: int | None = None,
+    opponent: str | None = None,
 ) -> Evaluation:
     """Return `num` episodes to play; the first seed is by default that of confirmations."""
     config = loaded.config.evaluation
@@ -119,6 +130,7 @@ def episodes_of(
         num_envs=num_envs,
         epsilon=loaded.policy.evaluation_epsilon if epsilon is None else epsilon,
         noop_max=noop_max,
+        opponent=opponent,
     )
 
 
@@ -165,9 +177,9 @@ class Scoring:
 
     def report(self) -> dict[str, Any]:
         """Return what `--json` prints of a score."""
-        from ddrl.runs.evaluation import is_atari, with_noops
+        from ddrl.runs.evaluation import is_atari, with_options
 
-        env = with_noops(self._loaded.env, self._wanted.noop_max)
+        env = with_options(self._loaded.env, self._wanted.noop_max, self._wanted.opponent)
         returns, lengths = self.each().values()
         return {
             "run": self._loaded.run,
@@ -179,6 +191,7 @@ class Scoring:
             "last_seed": self._wanted.seeds[-1],
             "epsilon": self._wanted.epsilon,
             "noop": env.atari.noop_max if is_atari(env) else None,
+            "opponent": env.opponent if self._loaded.spaces.is_two_player else None,
             "return_mean": statistics.fmean(returns),
             "return_std": statistics.pstdev(returns),
             "return_median": statistics.median(returns),
@@ -208,7 +221,7 @@ class Scoring:
     def _play_here(self, seeds: Sequence[int], on_frame: OnFrame | None = None) -> None:
         from ddrl.runs import evaluation
 
-        options = picked(self._wanted, "epsilon", "noop_max")
+        options = picked(self._wanted, "epsilon", "noop_max", "opponent")
         options["num_envs"] = min(self._wanted.num_envs or 1, len(seeds))
         played = evaluation.score(self._loaded, seeds, on_episode=self._add, on_frame=on_frame, **options)
         self._add_metrics(played.metrics)

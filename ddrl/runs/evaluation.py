@@ -39,6 +39,7 @@ def score(
     num_envs: int | None = None,
     epsilon: float | None = None,
     noop_max: int | None = None,
+    opponent: str | None = None,
     on_episode: Callable[[int, float, int], None] = lambda seed, episode_return, length: None,
     on_step: Callable[[], None] = lambda: None,
     on_frame: OnFrame | None = None,
@@ -58,6 +59,7 @@ def score(
             as each environment, like each seeded reset, costs the loading of a ROM.
         epsilon: 0..1, probability that an action is replaced by a uniformly random one; None: the algorithm's.
         noop_max: idle frames at the start of ALE games, at most; None: the run's.
+        opponent: the other side of a game of two, as `env.opponent`; None: the run's.
         on_episode: called with (seed, return, length in agent steps) when an episode ends.
         on_step: called before each step; an exception ends the evaluation.
         on_frame: called with each picture of the first seed's episode, uint8 [H, W] or [H, W, 3], and the number of
@@ -68,7 +70,7 @@ def score(
         EnvError: the environment cannot be made or filmed here, its spaces differ, a return is not finite, or
             `noop_max` is not for it.
     """
-    policy, spaces, env = loaded.policy, loaded.spaces, with_noops(loaded.env, noop_max)
+    policy, spaces, env = loaded.policy, loaded.spaces, with_options(loaded.env, noop_max, opponent)
     num_envs = loaded.config.evaluation.num_envs if num_envs is None else num_envs
     epsilon = policy.evaluation_epsilon if epsilon is None else epsilon
     if not 0 <= epsilon <= 1:
@@ -143,12 +145,14 @@ def score(
     return EvaluationResult(tuple(returns), tuple(lengths), found)
 
 
-def with_noops(env: EnvConfig, noop_max: int | None) -> EnvConfig:
-    """Return the same ALE game with at most `noop_max` idle frames at its start; None changes nothing.
+def with_options(env: EnvConfig, noop_max: int | None, opponent: str | None) -> EnvConfig:
+    """Return the environment with at most `noop_max` idle frames at its start and another opponent; None: as it is.
 
     Raises:
-        EnvError: it is not an ALE game.
+        EnvError: idle frames are not for it. That an opponent is not for it shows when it is made.
     """
+    if opponent is not None:
+        env = env.model_copy(update={"opponent": opponent})
     if noop_max is None:
         return env
     if not is_atari(env):

@@ -72,10 +72,10 @@ def to_evaluate(client: Redis, run: str, *, every: int, num_episodes: int | None
     for version in sorted(stored.sizes, reverse=True)[::every]:
         at_ms, at_update = stored.published[version]
         if version not in known:
-            of_run = {
+            of_run: Any = {
                 "env_steps": round(np.interp(at_update or 0, updates, steps)),
                 "updates": at_update or 0,
             }
-            episodes = {"first_seed": config.seed, "num_episodes": num, "num_envs": config.num_envs}
+            episodes: Any = {"first_seed": config.seed, "num_episodes": num, "num_envs": config.num_envs}
             found.append(Evaluation(version=version, purpose="backfill", at_ms=at_ms, **episodes, **of_run))
     return found

@@ -59,6 +59,7 @@ class Evaluation:
         num_envs: episodes side by side; None: as the run's config says.
         epsilon: share of random actions; None: the algorithm's.
         noop_max: idle frames at the start of ALE games; None: the run's.
+        opponent: the other side of a game of two; None: the run's.
         env_steps, updates: of the run when the version was chosen, for its curves.
         at_ms: time by the server's clock that the result stands for, if it is earlier than the result.
     """
@@ -70,6 +71,7 @@ class Evaluation:
     num_envs: Annotated[int, Field(ge=1, le=10_000)] | None = None
     epsilon: float | None = None
     noop_max: Annotated[int, Field(ge=0, le=1_000)] | None = None
+    opponent: Annotated[Name, Field(max_length=200)] | None = None
     env_steps: Count = 0
     updates: Count = 0
     at_ms: Count | None = None

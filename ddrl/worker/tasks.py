@@ -192,6 +192,7 @@ def play_evaluation(client: Redis, run: str, message: str, *, node: str = "-") -
                 num_envs=evaluation.num_envs,
                 epsilon=evaluation.epsilon,
                 noop_max=evaluation.noop_max,
+                opponent=evaluation.opponent,
                 on_step=beat,
             )
     except Withdrawn:

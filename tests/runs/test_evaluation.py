@@ -14,7 +14,7 @@ from ddrl.config import EnvConfig, RunConfig
 from ddrl.envs import EnvError, describe, make_one
 from ddrl.policy import LoadedPolicy
 from ddrl.runs import evaluation
-from ddrl.runs.evaluation import score, with_noops
+from ddrl.runs.evaluation import score, with_options
 from ddrl.types import EvaluationResult
 
 CARTPOLE = EnvConfig(id="CartPole-v1", max_episode_steps=60, reward_scale=0.01)
@@ -172,10 +172,10 @@ def test_observed_images_are_filmed_and_what_has_no_picture_is_refused() -> None
 
 
 def test_no_op_starts_are_for_games() -> None:
-    assert with_noops(CARTPOLE, None) is CARTPOLE
+    assert with_options(CARTPOLE, None, None) is CARTPOLE
     with pytest.raises(EnvError, match=r"CartPole-v1: no-op starts \(30 given\) are for ALE games"):
-        with_noops(CARTPOLE, 30)
-    assert with_noops(EnvConfig(id="ALE/Pong-v5"), 7).atari.noop_max == 7
+        with_options(CARTPOLE, 30, None)
+    assert with_options(EnvConfig(id="ALE/Pong-v5"), 7, None).atari.noop_max == 7
 
 
 def test_a_game_is_played_whole_with_no_ops_and_filmed() -> None:
@@ -193,7 +193,7 @@ def test_a_game_is_played_whole_with_no_ops_and_filmed() -> None:
             return np.full(len(observation), 3, np.int64)
 
         options = {"num_envs": num_envs, "on_frame": lambda *frame: pictures.append(frame)}
-        result = play(still, with_noops(env, noops), [5, 6], **options)
+        result = play(still, with_options(env, noops, None), [5, 6], **options)
         assert result.lengths == (60, 60)
         return seen[:60]
 

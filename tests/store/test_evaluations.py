@@ -15,7 +15,15 @@ from ddrl.store.evaluations import Evaluation, OpenEvaluations
 from ddrl.types import EvaluationResult
 
 WANTED = [
-    Evaluation(version=7, first_seed=first, num_episodes=2, purpose="request", epsilon=0.05, noop_max=30)
+    Evaluation(
+        version=7,
+        first_seed=first,
+        num_episodes=2,
+        purpose="request",
+        epsilon=0.05,
+        noop_max=30,
+        opponent="a:b",
+    )
     for first in (100, 102, 104)
 ]
 
