@@ -10,7 +10,7 @@ MINUTES ?= 15
 FAILOVERS ?= 50
 COUNT ?= 100000
 PIP_ARGS ?=
-EXTRAS ?= box2d,atari,mujoco,video,tensorboard,flower,web,sweep,onnx,minari,docs,dev
+EXTRAS ?= box2d,atari,mujoco,video,tensorboard,flower,web,sweep,onnx,minari,pettingzoo,docs,dev
 
 VENV = .venv
 STAMP = $(VENV)/.set-up

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.commands import call
+from support.commands import call, call_json, refused
 from support.games import exploitability
 from support.learners import Run, playing, training
 from support.private_server import PrivateServer, until
@@ -63,6 +63,15 @@ def test_the_average_of_the_versions_plays_poker_close_to_the_equilibrium(
     run.audit()
     monkeypatch.setenv(connection.URL_VARIABLE, run.url)
     assert "elo" in (header := call("versions", run.id).splitlines()[0]) and "beaten by later" in header
+    played = [
+        call_json("evaluate", run.id, "-n", "200", "--local", *options)
+        for options in ([], ["--opponent", "random"], ["--opponent", "support.games:pass_always"])
+    ]
+    assert [one["opponent"] for one in played] == ["random", "random", "support.games:pass_always"]
+    assert played[0]["returns"] == played[1]["returns"] != played[2]["returns"]
+    assert all(one["info/opponent"] == -1 for one in played)
+    line = refused("evaluate", run.id, "--local", "--opponent", "elsewhere:play")
+    assert line.startswith("env.opponent: elsewhere:play: module elsewhere may not be imported here; set DDRL_ALLOW")
 
 
 def test_discrete_sac_and_dqn_play_against_earlier_versions_under_masks(server: PrivateServer) -> None:

@@ -73,10 +73,13 @@ class Opponents:
 
 
 def pool(versions: list[int], size: int) -> list[int]:
-    """Return at most `size` of the versions, spread evenly from the first to the last."""
-    if len(versions) <= size:
-        return versions
-    return [versions[place] for place in np.linspace(len(versions) - 1, 0, size).round().astype(int)]
+    """Return at most `size` of the versions, in order: those nearest to numbers spread evenly from the first to the last.
+
+    So that of the newest, which all are kept for a while, there are no more than of others.
+    """
+    wanted = np.linspace(versions[0], versions[-1], max(2, size))[-size:]
+    places = np.abs(np.subtract.outer(wanted, versions)).argmin(axis=1)
+    return [versions[place] for place in sorted({*places.tolist()})]
 
 
 def chance(standing: Standing | None) -> float:

@@ -64,6 +64,11 @@ class KuhnPoker(AECEnv):
         self.agent_selection = self.possible_agents[len(self._history) % 2]
 
 
+def pass_always(shown: np.ndarray, generator: np.random.Generator) -> int:
+    """Return a move of a player that never bets."""
+    return PASS
+
+
 def seen(card: int, history: str) -> np.ndarray:
     """Return what a side sees, [7]: its card of three, and which of HISTORIES was played."""
     row = np.zeros(7, np.float32)

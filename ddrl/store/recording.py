@@ -1,0 +1,206 @@
+"""Experience on disk: the stream of a run as a folder, written while the run goes on, and put back on any server.
+
+A folder holds `run.json` (what the run is) and segments of the stream, `000001.resp` and so on. In a segment each entry
+is the command XADD with its id, as it goes over the wire (RESP).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import hiredis
+
+from ddrl.config import ConfigError, RunConfig, first_line, validate
+from ddrl.store import keys, leases, runs, stream
+from ddrl.store.connection import Redis, StoreError
+from ddrl.store.local_checkpoints import write_whole
+from ddrl.store.stream import Entry
+from ddrl.types import EnvSpec
+
+FORMAT = 1
+FILE = "run.json"
+SEGMENT_BYTES = 64 * 1024**2
+CHUNK_BYTES = 1024**2  # read from a file at once
+RECORDED = "recorded"  # reason of the end of a run that was put back
+NOBODY = "ddrl.nobody"  # a queue that no worker serves
+
+
+class Recording:
+    """A folder that a run's stream is written to; goes on where an earlier command ended.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        folder: made if absent.
+
+    Attributes:
+        last: id of the newest entry.
+        num_entries, num_steps, num_bytes: written, with those of earlier commands.
+        num_missed: fragments that had left the stream before they could be read.
+
+    Raises:
+        UnknownRunError: there is no such run.
+        StoreError: the folder is another run's, or damaged.
+    """
+
+    def __init__(self, client: Redis, run: str, folder: Path) -> None:
+        self._client, self._run, self._folder = client, run, folder
+        self._key, self._fragments = keys.experience(run), 0
+        self.last, self.num_entries, self.num_steps, self.num_bytes, self.num_missed = b"0-0", 0, 0, 0, 0
+        state = runs.state(client, run)
+        if (folder / FILE).exists():
+            if (found := _described(folder))["run"] != run:
+                raise StoreError(f"{folder}: is a recording of {found['run']}; name another folder")
+            for entry in entries(folder):
+                self._count(entry)
+            _cut(folder)
+        config, spaces = runs.spec(client, run), asdict(runs.spaces(client, run))
+        about = {"format": FORMAT, "run": run, "versions": state.versions, "config": config, "spaces": spaces}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / FILE, json.dumps(about, indent=1).encode())
+
+    def catch_up(self) -> bool:
+        """Write what has been appended since; return whether there was anything."""
+        newest = stream.newest(self._client, self._run, 1)
+        before = self.num_entries
+        for page in stream.pages(self._client, self._run, self.last, newest[0].entry_id if newest else b"0-0"):
+            self._write(page)
+        return self.num_entries > before
+
+    def _write(self, page: Sequence[Entry]) -> None:
+        segments = _segments(self._folder)
+        path = segments[-1] if segments else self._folder / "000001.resp"
+        if segments and path.stat().st_size >= SEGMENT_BYTES:
+            path = self._folder / f"{int(path.stem) + 1:06}.resp"
+        with path.open("ab") as file:
+            for entry in page:
+                file.write(_command(self._key, entry))
+        for entry in page:
+            self._count(entry)
+
+    def _count(self, entry: Entry) -> None:
+        fragments, steps, _ = entry.counted or (self._fragments + 1, self.num_steps, 0)
+        self.num_missed += max(0, fragments - self._fragments - 1)
+        self._fragments, self.num_steps = fragments, steps
+        self.last, self.num_entries = entry.entry_id, self.num_entries + 1
+        self.num_bytes += entry.num_bytes
+
+
+def entries(folder: Path) -> Iterator[Entry]:
+    """Yield the entries of a recording, oldest first; the last one may be missing where a writer was killed.
+
+    Raises:
+        StoreError: a segment is damaged.
+    """
+    for path in _segments(folder):
+        yield from (entry for entry, _ in _read(path))
+
+
+def restore(client: Redis, folder: Path, on_entries: Callable[[int], None] = lambda num: None) -> str:
+    """Put a recorded run on the server, as one that has ended, with all its experience; return its id.
+
+    One that was put there before is left as it is.
+
+    Args:
+        client: connection to the server.
+        folder: of the recording.
+        on_entries: called now and then with the number of entries written.
+
+    Raises:
+        StoreError: the folder is no recording, or the run is on the server.
+    """
+    about = _described(folder)
+    run = str(about["run"])
+    if runs.status(client, run) is not None:
+        if runs.state(client, run).reason == RECORDED:
+            return run
+        raise StoreError(
+            f"{folder}: its run {run} is on this server; `ddrl learner --shadow {run}` learns from what that has"
+        )
+    config, spaces = _config(folder, about)
+    runs.create(client, config, spaces, queues=(NOBODY, NOBODY), versions=about["versions"], run=run)
+    try:
+        runs.set_status(client, run, "stopped", RECORDED)
+        done, waiting = 0, 0
+        pipe = client.pipeline(transaction=False)
+        for entry in entries(folder):
+            pipe.execute_command("XADD", keys.experience(run), entry.entry_id, *_flat(entry))
+            done, waiting = done + 1, waiting + entry.num_bytes
+            if waiting > stream.REPLY_BYTES:
+                pipe.execute()
+                on_entries(done)
+                waiting = 0
+        pipe.execute()
+        if token := leases.acquire(client, run, host="-", folder=str(folder.resolve()), ttl_ms=60_000):
+            runs.complete(client, run, token)
+            leases.release(client, run, token)
+    except BaseException:
+        runs.delete(client, run)
+        raise
+    return run
+
+
+def _config(folder: Path, about: dict[str, Any]) -> tuple[RunConfig, EnvSpec]:
+    try:
+        return validate(about["config"]), EnvSpec.from_json(about["spaces"])
+    except (ConfigError, ValueError) as error:
+        raise StoreError(f"{folder}: was recorded by another version of ddrl ({first_line(error)})") from None
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """Return what a recording is of.
+
+    Raises:
+        StoreError: the folder is none, or of another format.
+    """
+    try:
+        about = json.loads((folder / FILE).read_bytes())
+        if about["format"] != FORMAT:
+            raise StoreError(f"{folder}: has format {about['format']!s:.20}, this version of ddrl reads {FORMAT}")
+        return {name: about[name] for name in ("run", "versions", "config", "spaces")}
+    except (OSError, ValueError, TypeError, KeyError):
+        raise StoreError(f"{folder}: is no recording; `ddrl record RUN -o {folder}` makes one") from None
+
+
+def _segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob("[0-9]*.resp"))
+
+
+def _read(path: Path) -> Iterator[tuple[Entry, int]]:
+    """Yield each entry of a segment, and the number of bytes up to its end."""
+    reader, end = hiredis.Reader(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            try:
+                reader.feed(chunk)
+                while (command := reader.gets()) is not False:
+                    name, key, entry_id, *fields = command
+                    if name != b"XADD" or len(fields) % 2:
+                        raise ValueError
+                    entry = Entry(entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
+                    end += len(_command(key.decode(), entry))
+                    yield entry, end
+            except (hiredis.HiredisError, ValueError, TypeError):
+                raise StoreError(f"{path}: is damaged after byte {end:,}; remove it and those after it") from None
+
+
+def _cut(folder: Path) -> None:
+    """Remove the part of an entry at the end of the last segment, which a killed writer left."""
+    for path in _segments(folder)[-1:]:
+        end = 0
+        for _, end in _read(path):
+            pass
+        with path.open("r+b") as file:
+            file.truncate(end)
+
+
+def _command(key: str, entry: Entry) -> bytes:
+    return hiredis.pack_command(("XADD", key, entry.entry_id, *_flat(entry)))
+
+
+def _flat(entry: Entry) -> list[bytes]:
+    return [part for field in entry.fields.items() for part in field]
