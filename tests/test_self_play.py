@@ -71,7 +71,9 @@ def test_the_average_of_the_versions_plays_poker_close_to_the_equilibrium(
     assert played[0]["returns"] == played[1]["returns"] != played[2]["returns"]
     assert all(one["info/opponent"] == -1 for one in played)
     line = refused("evaluate", run.id, "--local", "--opponent", "elsewhere:play")
-    assert line.startswith("env.opponent: elsewhere:play: module elsewhere may not be imported here; set DDRL_ALLOW")
+    assert line.startswith(
+        "env.opponent: elsewhere:play: module elsewhere may not be imported here; set DDRL_ALLOW"
+    )
 
 
 def test_discrete_sac_and_dqn_play_against_earlier_versions_under_masks(server: PrivateServer) -> None:

@@ -49,6 +49,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "versions": ("Results", "versions", "List the versions that a run keeps, with their scores."),
     "episodes": ("Results", "episodes", "List training episodes that the stream holds."),
     "replay": ("Results", "episodes", "Play training episodes again and compare them bit for bit."),
+    "record": ("Results", "recording", "Write a run's experience to a folder, to learn from it elsewhere."),
     "backfill": ("Results", "versions", "Evaluate versions that a run has kept, on its fleet."),
     "audit": ("Maintenance", "audit", "Check for each producer that every fragment is accounted for."),
     "delete": ("Maintenance", "runs", "Delete an ended run from the server."),

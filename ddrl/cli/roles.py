@@ -62,9 +62,10 @@ def learner(
         monitoring.serve(monitoring.LearnerMetrics())
         stop = runner.handle_signals()
         if shadow is not None:
-            from ddrl.runs.submit import create_shadow
+            from ddrl.runs.submit import create_shadow, shadow_config
 
-            run = create_shadow(client, resolve(client, shadow), set_ or [])
+            source = resolve(client, shadow)
+            run = create_shadow(client, source, shadow_config(client, source, set_ or []))
             note(f"run {run}")
         if run is None:
             retention = None if limits == (None, None) else Retention(*limits)

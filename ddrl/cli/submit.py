@@ -16,7 +16,20 @@ import typer
 from ddrl import config as configs
 from ddrl.cli import live, policies
 from ddrl.cli.format import counted, score
-from ddrl.cli.output import Client, Json, answer, emit, note, say, seconds, server, server_of, table
+from ddrl.cli.output import (
+    Client,
+    InputError,
+    Json,
+    answer,
+    emit,
+    note,
+    progress,
+    say,
+    seconds,
+    server,
+    server_of,
+    table,
+)
 from ddrl.runs import processes as local
 from ddrl.runs.prune import prune_embedded
 from ddrl.runs.records import summary
@@ -56,6 +69,12 @@ def submit(
     initial: Annotated[
         str | None, typer.Option("--from", metavar="POLICY|RUN@VERSION", help="Initial weights.")
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-data", metavar="FOLDER", help="Learn from a recording of `ddrl record`; nobody plays."
+        ),
+    ] = None,
     with_learner: WithLearner = None,
     detach: Detach = False,
     json_output: Json = False,
@@ -65,6 +84,8 @@ def submit(
     given = {"stop.time": seconds(time_, "--time"), "seed": seed, "weight": weight, "priority": priority}
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
     options += [f"tracking={json.dumps(track)}"] if track else []
+    if data is not None and (seeds > 1 or initial is not None):
+        raise InputError(f"--from-data {data}: goes with neither --seeds nor --from; leave them out")
     path, preset = configs.find(config), configs.presets().get(config.removesuffix(".yaml"))
     resolved = configs.load(path, [*(set_ or []), *options])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
@@ -72,13 +93,28 @@ def submit(
     with server() as client:
         num_workers = num_workers_here(workers)
         check_here(resolved, num_workers, with_learner)
-        runs = create_all(client, resolved, seeds, initial, num_workers)
+        if data is not None:
+            runs = [_from_data(client, data, resolved)]
+        else:
+            runs = create_all(client, resolved, seeds, initial, num_workers)
         if preset is not None and path.resolve() != preset.resolve():
             note(f"{path}: the file in this folder, not the preset {preset.stem} that ddrl ships")
         prune(client)
         if detach:
             return _detach(runs, num_workers, with_learner, json_output, "submitted")
         _attend(client, runs, num_workers, with_learner, json_output, started)
+
+
+def _from_data(client: Client, folder: Path, config: configs.RunConfig) -> str:
+    """Put recorded experience on the server, unless it is there; return the id of a run that learns from it."""
+    from ddrl.runs import submit as submission
+    from ddrl.store import recording
+
+    with progress("put {:,} of {:,} fragments on the server", quiet=False) as show:
+        total = sum(1 for _ in recording.entries(folder))
+        source = recording.restore(client, folder, lambda num: show(num, total))
+    note(f"{folder}: {total:,} fragments of {source}")
+    return submission.create_shadow(client, source, submission.config_of_data(client, source, config))
 
 
 def check_here(config: configs.RunConfig, num_workers: int, with_learner: bool) -> None:

@@ -21,7 +21,7 @@ from ddrl.types import EnvSpec
 
 # The stream holds at least so many of the largest fragments; with fewer, one may exceed the free room.
 FRAGMENTS_IN_BUDGET = 8
-NOBODY = "ddrl.nobody"  # a queue that no worker serves
+UNLIMITED = 1e6  # samples for each transition inserted
 # Configs that earlier versions wrote name all options.
 FORMER_DEFAULTS = {"replay.warmup_steps": 1_000}
 # Room for checkpoints while the networks are unknown; the learner checks the real size (`needed_bytes`).
@@ -284,16 +284,13 @@ def create(
     return run
 
 
-def create_shadow(client: Redis, source: str, options: Sequence[str]) -> str:
-    """Create a run that learns from the experience of another one, which nobody plays but that one; return its id.
+def shadow_config(client: Redis, source: str, options: Sequence[str]) -> RunConfig:
+    """Return the config of a shadow: that of the run that it shadows, with other settings.
 
     Args:
         client: connection to the server.
         source: the run that it shadows.
         options: settings, such as algorithm.name=td3; those of another algorithm begin with its defaults.
-
-    Raises:
-        ConfigError: it cannot learn from what that run plays, or settings of play differ.
     """
     theirs, spaces = runs.config(client, source), runs.spaces(client, source)
     tree = theirs.model_dump(mode="json", by_alias=True) | {"name": f"{theirs.name[:40]}-shadow"}
@@ -303,7 +300,31 @@ def create_shadow(client: Redis, source: str, options: Sequence[str]) -> str:
         tree |= (
             {name: {} for name in ("on_policy", "replay")} if base.resolve(theirs, spaces).on_policy else {}
         )
-    config = load(tree, [*options])
+    return load(tree, [*options])
+
+
+def config_of_data(client: Redis, source: str, config: RunConfig) -> RunConfig:
+    """Return the config of a run that learns from the experience of one that has ended.
+
+    As nobody plays, nothing holds updates back: `replay.samples_per_insert` is as good as none.
+
+    Raises:
+        ConfigError: it is for another environment.
+    """
+    theirs = runs.config(client, source)
+    if config.env.id != theirs.env.id:
+        raise ConfigError(f"env.id: {config.env.id}, but the data are of {theirs.env.id}; name that one")
+    replay = config.replay.model_copy(update={"samples_per_insert": UNLIMITED})
+    return config.model_copy(update={"env": theirs.env, "rollout": theirs.rollout, "replay": replay})
+
+
+def create_shadow(client: Redis, source: str, config: RunConfig) -> str:
+    """Create a run that learns from the experience of another one, which nobody plays but that one; return its id.
+
+    Raises:
+        ConfigError: it cannot learn from what that run plays, or settings of play differ.
+    """
+    theirs, spaces = runs.config(client, source), runs.spaces(client, source)
     for name in ("env", "rollout"):
         if getattr(config, name) != getattr(theirs, name):
             raise ConfigError(f"{name}: a shadow plays nothing; leave it as {source} has it")
@@ -315,7 +336,7 @@ def create_shadow(client: Redis, source: str, options: Sequence[str]) -> str:
         )
     check(config, spaces)
     check_memory(client, config)
-    queues = NOBODY, envs.queue_for("ddrl.evaluate", config)
+    queues = runs.NOBODY, envs.queue_for("ddrl.evaluate", config)
     versions = requirements.run_versions(config)
     run = runs.create(client, config, spaces, queues=queues, versions=versions, reads=source)
     runs.note(client, run, "shadow", f"of {source}")

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hiredis
 
@@ -26,7 +26,6 @@ FILE = "run.json"
 SEGMENT_BYTES = 64 * 1024**2
 CHUNK_BYTES = 1024**2  # read from a file at once
 RECORDED = "recorded"  # reason of the end of a run that was put back
-NOBODY = "ddrl.nobody"  # a queue that no worker serves
 
 
 class Recording:
@@ -67,18 +66,24 @@ class Recording:
         """Write what has been appended since; return whether there was anything."""
         newest = stream.newest(self._client, self._run, 1)
         before = self.num_entries
-        for page in stream.pages(self._client, self._run, self.last, newest[0].entry_id if newest else b"0-0"):
+        for page in stream.pages(
+            self._client, self._run, self.last, newest[0].entry_id if newest else b"0-0"
+        ):
             self._write(page)
         return self.num_entries > before
 
     def _write(self, page: Sequence[Entry]) -> None:
         segments = _segments(self._folder)
         path = segments[-1] if segments else self._folder / "000001.resp"
-        if segments and path.stat().st_size >= SEGMENT_BYTES:
-            path = self._folder / f"{int(path.stem) + 1:06}.resp"
-        with path.open("ab") as file:
-            for entry in page:
-                file.write(_command(self._key, entry))
+        try:
+            if segments and path.stat().st_size >= SEGMENT_BYTES:
+                path = self._folder / f"{int(path.stem) + 1:06}.resp"
+            with path.open("ab") as file:
+                file.writelines(_command(self._key, entry) for entry in page)
+        except OSError as error:
+            raise StoreError(
+                f"{path}: cannot be written ({error.strerror}); the same command goes on"
+            ) from None
         for entry in page:
             self._count(entry)
 
@@ -116,28 +121,49 @@ def restore(client: Redis, folder: Path, on_entries: Callable[[int], None] = lam
     about = _described(folder)
     run = str(about["run"])
     if runs.status(client, run) is not None:
-        if runs.state(client, run).reason == RECORDED:
+        state = runs.state(client, run)
+        if state.reason != RECORDED:
+            raise StoreError(
+                f"{folder}: its run {run} is on this server; `ddrl learner --shadow {run}` learns from what that has"
+            )
+        if state.appended_steps:
             return run
-        raise StoreError(
-            f"{folder}: its run {run} is on this server; `ddrl learner --shadow {run}` learns from what that has"
-        )
+        runs.delete(client, run)  # of a command that was killed
     config, spaces = _config(folder, about)
-    runs.create(client, config, spaces, queues=(NOBODY, NOBODY), versions=about["versions"], run=run)
+    runs.create(
+        client, config, spaces, queues=(runs.NOBODY, runs.NOBODY), versions=about["versions"], run=run
+    )
     try:
         runs.set_status(client, run, "stopped", RECORDED)
-        done, waiting = 0, 0
+        if token := leases.acquire(client, run, host="-", folder=str(folder.resolve())):
+            runs.complete(client, run, token)
+            leases.release(client, run, token)
+        done, waiting, producers = 0, 0, dict[str, str]()
+        counts: dict[Any, Any] = {}
         pipe = client.pipeline(transaction=False)
         for entry in entries(folder):
-            pipe.execute_command("XADD", keys.experience(run), entry.entry_id, *_flat(entry))
+            pipe.xadd(keys.experience(run), cast(Any, entry.fields), id=entry.entry_id)
             done, waiting = done + 1, waiting + entry.num_bytes
+            about = {
+                "incarnation": str(entry.count(b"i")),
+                "seq": entry.count(b"q"),
+                "fragments": 0,
+                "duplicates": 0,
+            }
+            producers[str(entry.producer)] = json.dumps(
+                about
+            )  # a learner takes only what these have appended
+            counts = dict(
+                zip(("appended_fragments", "appended_steps", "appended_bytes"), entry.counted, strict=False)
+            )
             if waiting > stream.REPLY_BYTES:
                 pipe.execute()
                 on_entries(done)
                 waiting = 0
+        if producers:
+            pipe.hset(keys.producers(run), mapping=cast("dict[Any, Any]", producers))
+            pipe.hset(keys.counts(run), mapping=counts)
         pipe.execute()
-        if token := leases.acquire(client, run, host="-", folder=str(folder.resolve()), ttl_ms=60_000):
-            runs.complete(client, run, token)
-            leases.release(client, run, token)
     except BaseException:
         runs.delete(client, run)
         raise
@@ -160,7 +186,9 @@ def _described(folder: Path) -> dict[str, Any]:
     try:
         about = json.loads((folder / FILE).read_bytes())
         if about["format"] != FORMAT:
-            raise StoreError(f"{folder}: has format {about['format']!s:.20}, this version of ddrl reads {FORMAT}")
+            raise StoreError(
+                f"{folder}: has format {about['format']!s:.20}, this version of ddrl reads {FORMAT}"
+            )
         return {name: about[name] for name in ("run", "versions", "config", "spaces")}
     except (OSError, ValueError, TypeError, KeyError):
         raise StoreError(f"{folder}: is no recording; `ddrl record RUN -o {folder}` makes one") from None
@@ -185,22 +213,19 @@ def _read(path: Path) -> Iterator[tuple[Entry, int]]:
                     end += len(_command(key.decode(), entry))
                     yield entry, end
             except (hiredis.HiredisError, ValueError, TypeError):
-                raise StoreError(f"{path}: is damaged after byte {end:,}; remove it and those after it") from None
+                raise StoreError(
+                    f"{path}: is damaged after byte {end:,}; remove it and those after it"
+                ) from None
 
 
 def _cut(folder: Path) -> None:
     """Remove the part of an entry at the end of the last segment, which a killed writer left."""
     for path in _segments(folder)[-1:]:
-        end = 0
-        for _, end in _read(path):
-            pass
+        ends = [end for _, end in _read(path)]
         with path.open("r+b") as file:
-            file.truncate(end)
+            file.truncate(ends[-1] if ends else 0)
 
 
 def _command(key: str, entry: Entry) -> bytes:
-    return hiredis.pack_command(("XADD", key, entry.entry_id, *_flat(entry)))
-
-
-def _flat(entry: Entry) -> list[bytes]:
-    return [part for field in entry.fields.items() for part in field]
+    fields: Any = [part for field in entry.fields.items() for part in field]
+    return cast(bytes, hiredis.pack_command(("XADD", key, entry.entry_id, *fields)))

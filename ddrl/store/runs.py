@@ -33,6 +33,7 @@ JOURNAL_LENGTH = 10_000
 LONGEST_FIELD = 1_000  # characters of a journal's entry that are read
 DELETED_AT_ONCE = 500  # keys
 DELETED_MS = 30 * 86_400_000  # for which a deleted run is remembered
+NOBODY = "ddrl.nobody"  # a queue that no worker serves
 ENDED = ("solved", "time", "stopped", "failed")
 CHANGES = ("set", "rollback")  # events of the journal with option, from, to and env_steps
 
@@ -164,8 +165,9 @@ def create(
     initial: tuple[str, bytes] | None = None,
     state: tuple[str, bytes] | None = None,
     reads: str = "",
+    run: str | None = None,
 ) -> str:
-    """Store a new active run and return its id: its name, time and seed, and four random hex digits.
+    """Store a new active run and return its id: by default its name, time and seed, and four random hex digits.
 
     Args:
         client: connection to the server.
@@ -176,8 +178,9 @@ def create(
         initial: source of the initial weights, and the weights as safetensors.
         state: source of the first checkpoint, and its tensors; initial weights replace those that it has.
         reads: the run whose experience it learns from; nobody plays it then.
+        run: its id.
     """
-    run = f"{config.name}-{time.strftime('%m%d-%H%M%S')}-s{config.seed}-{secrets.token_hex(2)}"
+    run = run or f"{config.name}-{time.strftime('%m%d-%H%M%S')}-s{config.seed}-{secrets.token_hex(2)}"
     fields = {
         **_mirrored(config),
         "status": "active",

@@ -73,7 +73,7 @@ class Opponents:
 
 
 def pool(versions: list[int], size: int) -> list[int]:
-    """Return at most `size` of the versions, in order: those nearest to numbers spread evenly from the first to the last.
+    """Return at most `size` versions, in order: those nearest to numbers spread evenly from the first to the last.
 
     So that of the newest, which all are kept for a while, there are no more than of others.
     """

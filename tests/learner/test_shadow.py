@@ -19,7 +19,8 @@ QUICK = ["learner.checkpoint_every_s=1"]
 
 
 def shadow(source: Run, *options: str) -> Run:
-    return Run(source.server, run=submit.create_shadow(source.client, source.id, [*QUICK, *options]))
+    config = submit.shadow_config(source.client, source.id, [*QUICK, *options])
+    return Run(source.server, run=submit.create_shadow(source.client, source.id, config))
 
 
 def test_a_shadow_has_the_same_replay_and_writes_nothing_of_its_source(server) -> None:

@@ -46,7 +46,13 @@ def test_the_pool_is_spread_evenly_from_the_first_to_the_last() -> None:
     assert pool(list(range(0, 101, 10)), 3) == [0, 50, 100]
     assert pool([4, 5], 1) == [5] and pool([4], 20) == [4]
     assert len(pool(list(range(1000)), 20)) == 20
-    assert pool([0, 20, 40, 60, *range(71, 81)], 5) == [0, 20, 40, 60, 80]  # and the newest ten, nearly the same
+    assert pool([0, 20, 40, 60, *range(71, 81)], 5) == [
+        0,
+        20,
+        40,
+        60,
+        80,
+    ]  # and the newest ten, nearly the same
 
 
 def test_uniform_draws_each_version_as_often() -> None:
