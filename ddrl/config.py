@@ -285,6 +285,9 @@ class SelfPlayConfig(Section):
     """Share of the games that the policy plays against itself. More learns faster, less forgets less."""
     pool: int = Field(20, ge=1, le=1000)
     """Most versions to draw from, spread evenly over those that the server keeps."""
+    opening_moves: int = Field(0, ge=0, le=1000)
+    """Training games begin with up to so many random moves of both sides, each number as likely. More shows the policy
+    positions that it would not come to by itself."""
 
 
 class StopConfig(Section):

@@ -50,6 +50,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "episodes": ("Results", "episodes", "List training episodes that the stream holds."),
     "replay": ("Results", "episodes", "Play training episodes again and compare them bit for bit."),
     "record": ("Results", "recording", "Write a run's experience to a folder, to learn from it elsewhere."),
+    "rerun": ("Results", "recording", "Learn a run again from its recorded stream, and compare the weights."),
     "backfill": ("Results", "versions", "Evaluate versions that a run has kept, on its fleet."),
     "audit": ("Maintenance", "audit", "Check for each producer that every fragment is accounted for."),
     "delete": ("Maintenance", "runs", "Delete an ended run from the server."),

@@ -70,15 +70,23 @@ class TwoPlayerGame(gymnasium.Env[np.ndarray, Any]):
         keeps = is_image(self._space) and not self.has_mask
         self.observation_space = self._space if keeps else Box(-np.inf, np.inf, size, np.float32)
         self._next: Callable[[], tuple[int, Opponent]] = lambda: (-1, opponent or self._random_move)
+        self._opening_moves = 0
 
-    def play_against(self, draw: Callable[[], tuple[int, Callable[[np.ndarray], Any]]]) -> None:
-        """Have opponents drawn from the next reset on: `draw` returns a version and its policy, [*O] -> action."""
+    def play_against(
+        self, draw: Callable[[], tuple[int, Callable[[np.ndarray], Any]]], opening_moves: int
+    ) -> None:
+        """Have opponents drawn from the next reset on, and games begin with random moves.
+
+        Args:
+            draw: returns a version and its policy, [*O] -> action.
+            opening_moves: of both sides together, at most; each number is as likely.
+        """
 
         def drawn() -> tuple[int, Opponent]:
             version, policy = draw()
             return version, lambda shown, _: policy(self.seen(shown))
 
-        self._next = drawn
+        self._next, self._opening_moves = drawn, opening_moves
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -86,9 +94,16 @@ class TwoPlayerGame(gymnasium.Env[np.ndarray, Any]):
         """Begin a game, with the opponent's moves before the player's first one."""
         super().reset(seed=seed)
         self._game.reset(seed=seed, options=options)
+        for _ in range(self.np_random.integers(self._opening_moves + 1)):
+            shown, _, terminated, truncated, _ = self._game.last()
+            if terminated or truncated:
+                return self.reset()
+            self._game.step(self._random_move(shown, self.np_random))
         self._player = self._game.possible_agents[self.np_random.integers(2)]
         self._version, self._opponent = self._next()
         observation, _, terminated, truncated, info = self._await_turn()
+        if (terminated or truncated) and self._opening_moves:
+            return self.reset()
         if terminated or truncated:
             raise EnvError(
                 f"{self._env_id}: ended before the first move of {self._player}; let both sides move"

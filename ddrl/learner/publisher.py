@@ -412,7 +412,7 @@ class Publisher:
                 blob=blob,
                 allowance=allowance,
                 players=self._replay.num_collectors,
-                updates=shared.updates,
+                updates=updates,
                 drop=drop,
                 durability=self._config.durability,
             )

@@ -105,6 +105,15 @@ def entries(folder: Path) -> Iterator[Entry]:
         yield from (entry for entry, _ in _read(path))
 
 
+def run_of(folder: Path) -> str:
+    """Return the id of the run that a folder is a recording of.
+
+    Raises:
+        StoreError: it is none.
+    """
+    return str(_described(folder)["run"])
+
+
 def restore(client: Redis, folder: Path, on_entries: Callable[[int], None] = lambda num: None) -> str:
     """Put a recorded run on the server, as one that has ended, with all its experience; return its id.
 

@@ -103,13 +103,19 @@ def test_masks_are_at_the_end_of_observations_and_allow_a_move() -> None:
 def test_opponents_are_drawn_at_each_reset() -> None:
     game = TwoPlayerGame("kuhn", KuhnPoker())
     drawn = iter(range(100))
-    game.play_against(lambda: (next(drawn), lambda row: BET if row.shape == (7,) else None))
+    game.play_against(lambda: (next(drawn), lambda row: BET if row.shape == (7,) else None), 0)
     assert [episode(game, lambda row: PASS, seed)[2]["opponent"] for seed in range(5)] == [0, 1, 2, 3, 4]
 
 
-def of_game(made: Any, **options: Any) -> Any:
-    """Describe a game of the test's."""
-    return envs.describe(EnvConfig(id="support.games:GIVEN", **options))
+def test_games_begin_with_random_moves_of_both_sides() -> None:
+    game = envs.make_one(EnvConfig(**FOUR))
+    assert isinstance(game, TwoPlayerGame)
+    game.play_against(lambda: (0, lambda row: int(np.flatnonzero(row[-7:])[0])), 40)
+    stones = [int(game.reset(seed=seed)[0][:84].sum()) for seed in range(300)]
+    assert min(stones) == 0 and max(stones) > 20  # games that end within the opening are left out
+    game.play_against(lambda: (0, lambda row: int(np.flatnonzero(row[-7:])[0])), 3)
+    stones = [int(game.reset(seed=seed)[0][:84].sum()) for seed in range(300)]
+    assert {*stones} == {0, 1, 2, 3, 4}  # and the opponent's next one
 
 
 class Odd(KuhnPoker):
