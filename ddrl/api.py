@@ -149,9 +149,10 @@ class Run:
     id: str
 
     @property
+    @_checked
     def status(self) -> str:
         """Such as active, paused, solved, time, stopped or failed."""
-        state: store.RunState = self._state()
+        state = store.state(_client(), self.id)
         return state.outcome or state.status
 
     # --- watch ---------------------------------------------------------------------------------------------
@@ -302,12 +303,8 @@ class Run:
         scoring.play(None if local else _client())
         return {**scoring.report(), **scoring.each()}
 
-    @_checked
-    def _state(self) -> store.RunState:
-        return store.state(_client(), self.id)
-
     def _version(self, version: Version) -> int:
-        self._state()  # UnknownRunError, if it was deleted
+        store.state(_client(), self.id)  # UnknownRunError, if it was deleted
         return policies.choose(_client(), self.id, None if version is None else str(version))
 
 

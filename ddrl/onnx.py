@@ -100,10 +100,9 @@ def difference(loaded: LoadedPolicy, session: Any, *, seed: int = 0) -> float:
         else:
             choices = action.reshape(_EXAMPLES, -1).T
             parts = np.split(found[1], np.cumsum(spec.action_sizes)[:-1], axis=1)
-            pairs[0] = (  # how far the policy's choices are from the best scores
-                np.stack([part.max(axis=1) for part in parts]),
-                np.stack([part[range(_EXAMPLES), one] for part, one in zip(parts, choices, strict=True)]),
-            )
+            best = [part.max(axis=1) for part in parts]
+            chosen = [part[range(_EXAMPLES), one] for part, one in zip(parts, choices, strict=True)]
+            pairs[0] = np.stack(best), np.stack(chosen)  # how far the choices are from the best scores
         differences += [float((abs(a - b) / np.maximum(1.0, abs(b))).max()) for a, b in pairs]
         advance(state, action, np.full(_EXAMPLES, 0.5, np.float32), np.zeros(_EXAMPLES, bool))
     return float(np.max(differences))

@@ -46,9 +46,8 @@ def write(client: Client, run: str, version: int, folder: Path, *, force: bool =
                 folder.rename(Path(draft) / "replaced")
             made.rename(folder)
     except (OSError, shutil.Error) as error:
-        raise InputError(
-            f"{folder}: cannot be written ({getattr(error, 'strerror', None) or error})"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{folder}: cannot be written ({reason})") from None
 
 
 def _fill(client: Client, run: str, version: int, folder: Path) -> None:
@@ -60,10 +59,8 @@ def _fill(client: Client, run: str, version: int, folder: Path) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     (folder / "curve.png").write_bytes(plot_run(found))
     seed = found.config.evaluation.seed + found.config.evaluation.num_episodes  # as confirmations
-    has_video = _film(folder, seed)
-    (folder / "README.md").write_text(
-        card(found, version, totals["train_s"], has_video=has_video), encoding="utf-8"
-    )
+    text = card(found, version, totals["train_s"], has_video=_film(folder, seed))
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _film(folder: Path, seed: int) -> bool:
@@ -90,24 +87,16 @@ def card(found: Records, version: int, train_s: float, *, has_video: bool) -> st
     """Return README.md: facts that hubs read, and text for people."""
     config, state = found.config, found.state
     env, algorithm = config.env.id, str(config.algorithm["name"])
-    evaluated = scores(found, version)
-    result: dict[str, Any] = {
-        "task": {"type": "reinforcement-learning", "name": "reinforcement-learning"},
-        "dataset": {"name": env, "type": env},
-        "metrics": [
-            {
-                "type": "mean_reward",
-                "name": "mean_reward",
-                "value": f"{row['return_mean']:.2f} +/- {row['return_std']:.2f}",
-                "verified": False,
-            }
-            for row in evaluated[:1]
-        ],
-    }
+    evaluated, results = scores(found, version), []
+    for row in evaluated[:1]:
+        value = f"{row['return_mean']:.2f} +/- {row['return_std']:.2f}"
+        metric = {"type": "mean_reward", "name": "mean_reward", "value": value, "verified": False}
+        task = {"type": "reinforcement-learning", "name": "reinforcement-learning"}
+        results.append({"task": task, "dataset": {"name": env, "type": env}, "metrics": [metric]})
     facts = {
         "library_name": "ddrl",
         "tags": ["ddrl", "reinforcement-learning", "deep-reinforcement-learning", env, algorithm],
-        "model-index": [{"name": f"{algorithm}-{env}", "results": [result] if evaluated else []}],
+        "model-index": [{"name": f"{algorithm}-{env}", "results": results}],
     }
     lines = [
         f"---\n{yaml.safe_dump(facts, sort_keys=False)}---\n",

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 FOLDER = Path("sweeps")
+STUDY_HELP = "YAML file: config, search, trials, parallel; see the guide."
 RUN, SEARCH = "run", "search"  # attributes of a trial, and of the study
 # Attributes of a trial that follows another: its run; what was spent before, by the names of `stop`.
 PARENT, SPENT = "parent", "spent"
@@ -100,9 +101,8 @@ class Study(Section):
             raise ValueError("compare_every: is for a population; set method to population, or remove it")
         is_fit = self.metric == "return" and "prune" not in given and 1 < self.parallel < self.trials
         if self.method == "population" and not is_fit:
-            raise ValueError(
-                "method population: needs metric return, no prune, 2 or more in parallel, and more trials than that"
-            )
+            needs = "metric return, no prune, 2 or more in parallel, and more trials than that"
+            raise ValueError(f"method population: needs {needs}")
         return self
 
     def base(self, options: Mapping[str, Any]) -> RunConfig:
@@ -116,9 +116,7 @@ class Study(Section):
 
 
 def sweep(
-    study: Annotated[
-        Path, typer.Argument(help="YAML file: config, search, trials, parallel; see the guide.")
-    ],
+    study: Annotated[Path, typer.Argument(help=STUDY_HELP)],
     workers: submit.Workers = None,
     with_learner: submit.WithLearner = None,
     json_output: Json = False,
@@ -149,21 +147,18 @@ def sweep(
                 note(f"interrupted; `ddrl sweep {study}` goes on")
                 raise
     rows = _rows(searched)
-    best = _keep_best(wanted, searched, folder)
+    best = next((row for row in rows if row["value"] is not None), None)
+    if best:
+        _keep(best, wanted, searched, folder)
     if json_output:
         output.emit({"study": wanted.name, "trials": rows, "best": best, "folder": str(folder.resolve())})
         return
-    names = list(wanted.search)
+    columns = ("trial", "status", wanted.metric, *wanted.search, "run")
     cells = [(str(row["trial"]), row["status"], row["value"], *map(_short, row["options"].values()), row["run"])
              for row in rows]  # fmt: skip
-    output.table(
-        ("trial", "status", wanted.metric, *names, "run"), cells, left=("trial", "status", *names, "run")
-    )
-    note(
-        f"the best is in {folder / 'best.yaml'}, a plot in {folder / 'sweep.png'}"
-        if best
-        else "no trial has a result"
-    )
+    output.table(columns, cells, left=[name for name in columns if name != wanted.metric])
+    files = f"the best is in {folder / 'best.yaml'}, a plot in {folder / 'sweep.png'}"
+    note(files if best else "no trial has a result")
 
 
 def read(path: Path) -> Study:
@@ -217,22 +212,18 @@ def _open(wanted: Study, folder: Path) -> optuna.Study:
             storage=storage,
             direction="maximize" if wanted.metric == "return" else "minimize",
             sampler=samplers[wanted.sampler](seed=wanted.seed),
-            pruner=optuna.pruners.MedianPruner(n_warmup_steps=1)
-            if wanted.prune and wanted.method == "trials"
-            else optuna.pruners.NopPruner(),
+            pruner=optuna.pruners.MedianPruner(n_warmup_steps=1),  # `_lags` asks it, if at all
             load_if_exists=True,
         )
         known = found.user_attrs.get(SEARCH)
         if known is None:
             found.set_user_attr(SEARCH, search)
     except Exception as error:  # of SQLAlchemy, a driver, or Optuna
-        raise InputError(
-            f"storage {storage}: cannot be used ({configs.first_line(error)}); name another"
-        ) from None
+        reason = configs.first_line(error)
+        raise InputError(f"storage {storage}: cannot be used ({reason}); name another") from None
     if known not in (None, search):
-        raise InputError(
-            f"storage {storage}: has another study named {wanted.name}; give this one another name"
-        )
+        remedy = "give this one another name"
+        raise InputError(f"storage {storage}: has another study named {wanted.name}; {remedy}")
     return found
 
 
@@ -365,9 +356,9 @@ class _Search:
             return ""
         del self._going[run]
         value = self._value(state)
-        kind = (
-            states.PRUNED if run in self._lagging else states.COMPLETE if value is not None else states.FAIL
-        )
+        kind = states.FAIL if value is None else states.COMPLETE
+        if run in self._lagging:
+            kind = states.PRUNED
         self._searched.tell(trial, value if kind == states.COMPLETE else None, kind)
         shown = "-" if value is None else duration(value) if self._wanted.metric == "time" else number(value)
         return f"trial {trial.number}: {kind.name.lower()}, {shown} ({run}, {state.outcome})"
@@ -382,11 +373,9 @@ class _Search:
     def _is_replaced(self, run: str) -> bool:
         """Compare a run with the others; if it is among the worst, enqueue a trial that follows one of the best."""
         self._due[run] = 0
-        means = {
-            one: statistics.fmean(self._recent[one])
-            for one in self._going
-            if one in self._recent and not store.state(self._client, one).outcome
-        }
+        evaluated = [one for one in self._going if one in self._recent]
+        compared = [one for one in evaluated if not store.state(self._client, one).outcome]
+        means = {one: statistics.fmean(self._recent[one]) for one in compared}
         order = sorted(means, key=means.__getitem__)
         num = max(1, round(QUARTER * len(order)))
         if run not in order[:num] or means[order[-num]] <= means[run]:
@@ -395,11 +384,8 @@ class _Search:
         parent = draw.choice(order[-num:])
         if checkpoints.newest_pointer(self._client, parent) is None:
             return False
-        followed = self._going[parent]
-        params = {
-            name: _perturbed(followed.params[name], values, draw)
-            for name, values in self._wanted.search.items()
-        }
+        followed, search = self._going[parent], self._wanted.search
+        params = {name: _perturbed(followed.params[name], search[name], draw) for name in search}
         spent = followed.user_attrs.get(SPENT, {})
         self._searched.enqueue_trial(params, user_attrs={PARENT: parent, SPENT: spent})
         return True
@@ -437,30 +423,22 @@ def _rows(searched: optuna.Study) -> list[dict[str, Any]]:
     """Return a row for each trial, the best first."""
     rows = []
     for trial in searched.get_trials():
-        options = {
-            name: json.loads(value) if isinstance(value, str) else value
-            for name, value in trial.params.items()
-        }
-        row = {"trial": trial.number, "run": trial.user_attrs.get(RUN), "status": trial.state.name.lower()}
-        row["from"] = trial.user_attrs.get(PARENT)
-        rows.append(row | {"value": trial.value if row["status"] == "complete" else None, "options": options})
+        status, params = trial.state.name.lower(), trial.params.items()
+        value = trial.value if status == "complete" else None
+        options = {name: json.loads(one) if isinstance(one, str) else one for name, one in params}
+        row = {"trial": trial.number, "run": trial.user_attrs.get(RUN), "status": status}
+        rows.append(row | {"from": trial.user_attrs.get(PARENT), "value": value, "options": options})
     sign = -1 if searched.direction.name == "MAXIMIZE" else 1
     return sorted(rows, key=lambda row: (row["value"] is None, sign * (row["value"] or 0.0)))
 
 
-def _keep_best(wanted: Study, searched: optuna.Study, folder: Path) -> dict[str, Any] | None:
-    """Write the best config and a plot of all trials; return the best row."""
-    rows = [row for row in _rows(searched) if row["value"] is not None]
-    if not rows:
-        return None
-    best = rows[0]
+def _keep(best: dict[str, Any], wanted: Study, searched: optuna.Study, folder: Path) -> None:
+    """Write the config of the best row, and a plot of all trials."""
     tree = wanted.base(best["options"]).model_dump(mode="json", by_alias=True)
-    first = (
-        f"# {wanted.metric} {best['value']:.6g}: trial {best['trial']} of {wanted.name}, run {best['run']}\n"
-    )
+    value, trial, run = best["value"], best["trial"], best["run"]
+    first = f"# {wanted.metric} {value:.6g}: trial {trial} of {wanted.name}, run {run}\n"
     (folder / "best.yaml").write_text(first + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     _plot(wanted, searched, folder / "sweep.png")
-    return best
 
 
 def _plot(wanted: Study, searched: optuna.Study, path: Path) -> None:
@@ -476,6 +454,5 @@ def _plot(wanted: Study, searched: optuna.Study, path: Path) -> None:
 
 
 def _short(value: Any) -> str:
-    return (
-        f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
-    )
+    text = value if isinstance(value, str) else json.dumps(value)
+    return f"{value:.4g}" if isinstance(value, float) else text

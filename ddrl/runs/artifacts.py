@@ -19,7 +19,6 @@ import yaml
 from ddrl import policy
 from ddrl.runs import prune, records
 from ddrl.runs.curves import plot_run
-from ddrl.runs.records import summary
 from ddrl.runs.tables import Tables
 from ddrl.store import connection, leases, runs, weights
 from ddrl.store.connection import LeaseLostError, Redis, RunGoneError, StoreError
@@ -133,9 +132,8 @@ def complete(client: Redis, run: str, token: int, folder: Path) -> None:
         raise
     except Exception as error:  # whatever a worker has written: the run ends
         runs.complete(client, run, token, prune.size(client, run))
-        raise StoreError(
-            f"run {run}: the results cannot be written to {folder} ({str(error) or type(error).__name__})"
-        ) from error
+        reason = str(error) or type(error).__name__
+        raise StoreError(f"run {run}: the results cannot be written to {folder} ({reason})") from error
     runs.complete(client, run, token, prune.size(client, run))
 
 
@@ -157,7 +155,7 @@ def write(client: Redis, run: str, folder: Path) -> None:
 
 def _write_state(client: Redis, run: str, folder: Path) -> None:
     """Write policy, settings, summary and curves, each whole or not at all."""
-    found, totals = records.read(client, run), summary(client, run)
+    found, totals = records.read(client, run), records.summary(client, run)
     tree = found.config.model_dump(mode="json", by_alias=True)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / CONFIG, (_first_line(run) + yaml.safe_dump(tree, sort_keys=False)).encode())

@@ -70,8 +70,7 @@ def _progress(row: Row) -> float:
 
 def read(client: Redis, run: str) -> dict[str, list[Row]]:
     """Return the rows of TABLES, oldest first."""
-    raw = cast("list[Any]", client.xrange(keys.history(run)))
     found: dict[str, list[Row]] = {name: [] for name in TABLES}
-    for _, fields in raw:
+    for _, fields in cast("list[Any]", client.xrange(keys.history(run))):
         found[fields[b"table"].decode()].append(json.loads(fields[b"row"]))
     return found

@@ -53,9 +53,8 @@ def check(config: RunConfig) -> None:
     """
     for name in config.tracking:
         if importlib.util.find_spec(MODULES[name]) is None:
-            raise ConfigError(
-                f"tracking: {name} is not installed here; pip install 'ddrl[{name}]', or leave it out"
-            )
+            remedy = f"pip install 'ddrl[{name}]', or leave it out"
+            raise ConfigError(f"tracking: {name} is not installed here; {remedy}")
 
 
 @contextlib.contextmanager
@@ -81,9 +80,8 @@ def following(config: RunConfig, run: str, folder: Path) -> Iterator[None]:
         for thread in threads:
             thread.join(PARTING_S)
             if thread.is_alive():
-                log.warning(
-                    "%s: %s takes longer than %.0f s for its last report", run, thread.name, PARTING_S
-                )
+                late = "%s: %s takes longer than %.0f s for its last report"
+                log.warning(late, run, thread.name, PARTING_S)
 
 
 def _follow(name: str, run: str, folder: Path, stop: Event) -> None:
@@ -105,15 +103,12 @@ def _follow(name: str, run: str, folder: Path, stop: Event) -> None:
         ends = new.ends
         write_whole(told, json.dumps({table: end.decode() for table, end in ends.items()}).encode())
 
-    def finish() -> None:
-        tell()
-        if tracker:
-            tracker[0].finish(records.read(client, run), folder)
-
     with contextlib.closing(connection.connect()) as client:
         said = artifacts.repeat([tell], stop, f"{run}: {name} cannot be told")
         try:
-            finish()
+            tell()
+            if tracker:
+                tracker[0].finish(records.read(client, run), folder)
         except Exception as error:  # of a library, or an outage
             if str(error) != said:
                 log.warning("%s: %s cannot be told of the end (%s)", run, name, error)

@@ -15,6 +15,7 @@ from ddrl.trackers import Row, results
 
 TAG = "ddrl.run"
 BATCH = 900  # figures of one request; the server takes 1,000
+STATUSES = {"failed": "FAILED", "stopped": "KILLED", "": "SCHEDULED"}  # by outcome; others are FINISHED
 
 
 class Tracker:
@@ -33,17 +34,14 @@ class Tracker:
             made = self._client.create_run(experiment, run_name=state.run, tags={TAG: state.run})
             self._id = made.info.run_id
             tree = flat(found.config.model_dump(mode="json", by_alias=True))
-            self._client.log_batch(
-                self._id, params=[Param(key, str(value)[:500]) for key, value in tree.items()]
-            )
+            params = [Param(key, str(value)[:500]) for key, value in tree.items()]
+            self._client.log_batch(self._id, params=params)
 
     def log(self, rows: Iterable[Row]) -> None:
         """Tell it of rows."""
-        figures = [
-            Metric(name, value, round(1e3 * at_s), steps)
-            for steps, at_s, named in rows
-            for name, value in named.items()
-        ]
+        figures = []
+        for steps, at_s, named in rows:
+            figures += [Metric(name, value, round(1e3 * at_s), steps) for name, value in named.items()]
         for begin in range(0, len(figures), BATCH):
             self._client.log_batch(self._id, metrics=figures[begin : begin + BATCH])
 
@@ -51,7 +49,4 @@ class Tracker:
         """Give it curve and policy, and the end."""
         for path in results(folder):
             self._client.log_artifact(self._id, str(path))
-        status = {"failed": "FAILED", "stopped": "KILLED", "": "SCHEDULED"}.get(
-            found.state.outcome, "FINISHED"
-        )
-        self._client.set_terminated(self._id, status)
+        self._client.set_terminated(self._id, STATUSES.get(found.state.outcome, "FINISHED"))
