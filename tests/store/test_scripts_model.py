@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 )
 from redis import Redis
 from support.private_server import PrivateServer, require_program
+from support.processes import EXACT
 from support.store import SPACES, fold_now, make_config
 
 from ddrl.store import (
@@ -58,7 +59,7 @@ from ddrl.store.runs import ENDED
 from ddrl.store.stream import Refusal
 from ddrl.types import EvaluationResult
 
-SEEDS, EXAMPLES, STEPS, LEAST_STEPS = 12, 10, 100, 10_000
+SEEDS, EXAMPLES, STEPS, LEAST_STEPS = (12, 10, 100, 10_000) if EXACT else (6, 10, 100, 5_000)
 SCRIPTS = Path(stream.__file__).parent / "scripts"
 SEGMENT_MS, MAX_BYTES = 10**6, 65536  # a segment so long that no time that passes here matters
 QUEUES = ("ddrl.rollout", "ddrl.rollout.box2d")
