@@ -20,7 +20,7 @@ from ddrl.store.connection import Redis
 from ddrl.types import EnvSpec
 
 # Algorithms whose policies have the same weights.
-_KINDS = {"ppo": "actor-critic", "impala": "actor-critic"}
+_KINDS = {"ppo": "actor-critic", "impala": "actor-critic", "bc": "regression", "iql": "regression"}
 
 # Options that change what weights mean, even if their shapes are the same.
 _DECIDING = (

@@ -77,6 +77,8 @@ SIMPLE: dict[str, Options] = {
         "hidden_sizes": (8,), "batch_size": 7, "exploration_noise": 0.3, "num_critics": 3, "layer_norm": True,
         "gamma": 0.9, "n_step": 2, "prioritized": True,
     },
+    "bc": {"hidden_sizes": (8,), "batch_size": 7},
+    "iql": {"hidden_sizes": (8,), "batch_size": 7, "gamma": 0.9, "n_step": 2, "num_critics": 3},
     "r2d2": {
         "double": False, "dueling": False, "rescale_values": False, "recurrent": "gru", "loss_reduction": "sum",
     },
@@ -119,6 +121,13 @@ NEEDING: dict[str, dict[str, tuple[EnvSpec, Options, Any]]] = {
         "network_kwargs": (PICTURES, {"network": OWN}, {"width": 7}),
         "batch_norm": (CONTINUOUS, {"target_rate": 0.01}, True),
     },
+    **{
+        name: {
+            "network": (PICTURES, {"network": "conv"}, OWN),
+            "network_kwargs": (PICTURES, {"network": OWN}, {"width": 7}),
+        }
+        for name in ("bc", "iql")
+    },
     "r2d2": {"optimizer": (DISCRETE, {"adam_eps": 1e-3}, "rmsprop")},
 }
 FLIPS = [
@@ -131,7 +140,7 @@ FLIPS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["dqn", "ppo", "impala", "td3", "pqn"])
+@pytest.mark.parametrize("name", ["dqn", "ppo", "impala", "td3", "bc", "iql", "pqn"])
 def test_each_option_is_tried(name: str) -> None:
     """Live ones are tried in learner/test_live_options.py, the other three with the replay and with given policies."""
     config = config_class(name)
@@ -203,6 +212,8 @@ CONTRADICTIONS: list[tuple[str, Options, str]] = [
      rf"algorithm.hidden_sizes=\(8,\): has no effect on {OWN}; pass it in network_kwargs"),
     ("ppo", {"network": OWN, "activation": "relu"}, f"algorithm.activation=relu: has no effect on {OWN}"),
     ("ppo", {"recurrent_size": 64}, "recurrent_size=64: has no effect without recurrent; set recurrent to lstm or gru"),
+    ("bc", {"gamma": 0.9}, "gamma"),
+    ("iql", {"expectile": 0.4}, "expectile"),
     ("pqn", {"minibatch_size": 4096}, "minibatch_size=4096: is larger than batch_size; use at most 2048"),
     ("pqn", {"network": "a:b", "hidden_sizes": (5,)}, r"hidden_sizes=\(5,\): has no effect on a:b"),
     ("impala", {"recurrent": "gru"}, "recurrent=gru: the critic reads the actor's memory; set shared to true"),
@@ -245,6 +256,9 @@ UNSUITABLE: list[tuple[str, EnvSpec, Options, str]] = [
     *((name, PACKED, {}, rf"mlp needs a vector, but Toy-v0 has .*\({shape},\); use nature or conv")
       for name, shape in (("ppo", r"\(6, 6, 2\)"), ("sac", r"\(6, 6, 2\)"))),
     ("td3", PACKED, {}, r"observation_shape is \(\(6, 6, 2\),\), but td3 needs a vector; use algorithm.name sac"),
+    ("bc", bounded(-math.inf, 1.0), {}, "^Toy-v0: action_low is .* bc needs 1 finite bounds"),
+    ("iql", bounded(1.0, 1.0), {}, "is not below"),
+    *((name, IMAGES, {}, "algorithm.network: mlp needs a vector") for name in ("bc", "iql")),
     ("ppo", PACKED, {"network": "conv", "normalize_observations": True}, "normalize_observations: .* not a vector"),
     ("ppo", PACKED, {"network": OWN}, r"takes no images beside numbers, as of shapes \[\(6, 6, 2\)\]; use conv"),
     ("impala", PACKED, {"network": "nature"}, "network nature: needs images of 36x36 pixels or more"),

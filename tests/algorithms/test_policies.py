@@ -62,6 +62,12 @@ SOFT: dict[str, Case] = {
     "sac images": ("sac", PICTURES, {"network": "conv"}),
     "sac own": ("sac", PICTURES, {"network": OWN, "network_kwargs": {"width": 7}}),
 }
+REGRESSION: dict[str, Case] = {
+    "bc": ("bc", CONTINUOUS, {}),
+    "bc images": ("bc", PICTURES, {"network": "conv"}),
+    "iql pairs": ("iql", PAIRS, {"hidden_sizes": (128, 128)}),
+    "iql own": ("iql", CONTINUOUS, {"network": OWN}),
+}
 FEED_FORWARD: dict[str, Case] = {
     "mlp": ("dqn", DISCRETE, {}),
     "dueling": ("dqn", DISCRETE, {"dueling": True}),
@@ -138,7 +144,7 @@ def outputs(policy: Any, seen: np.ndarray, state: RecurrentState) -> list[np.nda
     return [policy.act(seen, state), *values, *state.values()]
 
 
-@each_of(ACTOR_CRITIC | SIZES | SOFT | FEED_FORWARD | RECURRENT)
+@each_of(ACTOR_CRITIC | SIZES | SOFT | REGRESSION | FEED_FORWARD | RECURRENT)
 def test_greedy_rows_do_not_depend_on_each_other(name: str, spec: EnvSpec, options: Options) -> None:
     """To the last bit, at every place of a block, in any layout."""
     _, policy = made(name, spec, **options)
@@ -159,6 +165,8 @@ SPECS = {
     "sac": CONTINUOUS,
     "td3": CONTINUOUS,
     "discrete_sac": DISCRETE,
+    "bc": CONTINUOUS,
+    "iql": DISCRETE,
     "ppo": CONTINUOUS,
     "dqn": DISCRETE,
     "r2d2": DISCRETE,
@@ -211,6 +219,16 @@ OTHERS: list[tuple[str, EnvSpec, Options, EnvSpec, Options, str]] = [
         "size mismatch",
     ),
     ("discrete_sac", DISCRETE, {}, DISCRETE, {"form": "sqn"}, "loading state_dict"),
+    ("bc", CONTINUOUS, {}, DISCRETE, {}, "log_std"),
+    ("iql", DISCRETE, {}, CONTINUOUS, {}, "log_std"),
+    (
+        "iql",
+        DISCRETE,
+        {},
+        replace(DISCRETE, action_sizes=(5,)),
+        {},
+        r"biases\.2: shape \(5,\) in the weights",
+    ),
     ("ppo", CONTINUOUS, {}, DISCRETE, {}, "log_std"),
     ("ppo", CONTINUOUS, {}, CONTINUOUS, {"hidden_sizes": (6, 5, 5)}, "actor.layers.2.bias"),
     ("ppo", CONTINUOUS, {}, WIDER, {}, "actor.layers.0.weight"),
@@ -233,7 +251,7 @@ def test_weights_of_another_configuration_are_refused(
     before = None if spec is IMAGES else actions(policy, spec)
     with pytest.raises(ValueError, match=words):
         policy.load(make_learner(name, other_spec, **other_options).weights())
-    if name in ("sac", "td3", "ppo") and spec is not IMAGES:
+    if name in ("sac", "td3", "bc", "iql", "ppo") and spec is not IMAGES:
         assert actions(policy, spec) == before, "nothing was taken over"
 
 

@@ -41,9 +41,9 @@ def loaded(algorithm: dict[str, Any], spaces: EnvSpec) -> LoadedPolicy:
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_fitting_weights_are_passed_on_unchanged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDRL_ALLOW_MODULES", ALLOWED)
-    algorithm, spec = {"name": name, **SMALL[name]}, CONTINUOUS if name in ("sac", "td3") else DISCRETE
+    algorithm, spec = {"name": name, **SMALL[name]}, CONTINUOUS if name in ("sac", "td3", "bc") else DISCRETE
     source = loaded(algorithm, spec)
-    other = run_config(algorithm | {"learning_rate": 1e-5, "gamma": 0.5})
+    other = run_config(algorithm | {"learning_rate": 1e-5, **({} if name == "bc" else {"gamma": 0.5})})
     where, blob = initial_weights(source, other, replace(spec, env_id="Other-v0"))
     assert where == "other-1@7"
     np.testing.assert_equal(dict(weights.decode_weights(blob)), source.weights)
@@ -55,6 +55,16 @@ def test_actor_critics_share_their_policies() -> None:
     learner = base.resolve(config, CONTINUOUS).learner(device=CPU, seed=1)
     parts = weights.decode_weights(blob).items()
     learner.load_initial_weights({part: torch.from_numpy(array) for part, array in parts})
+
+
+@pytest.mark.parametrize("spec", [CONTINUOUS, DISCRETE])
+def test_iql_begins_with_a_policy_of_bc(spec: EnvSpec) -> None:
+    config = run_config({"name": "iql"})
+    _, blob = initial_weights(loaded({"name": "bc"}, spec), config, spec)
+    learner = base.resolve(config, spec).learner(device=CPU, seed=1)
+    arrays = weights.decode_weights(blob)
+    learner.load_initial_weights({part: torch.from_numpy(array) for part, array in arrays.items()})
+    assert all(np.array_equal(value, arrays[part]) for part, value in learner.weights().items())
 
 
 def test_a_temperature_may_be_missing_or_unused() -> None:

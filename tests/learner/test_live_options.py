@@ -73,6 +73,13 @@ LIVE: dict[str, Table] = {
         "target_entropy": ({}, 0.1),
         "value_clip": ({}, 0.01),
     },
+    "bc": {"learning_rate": ({}, 1e-4)},
+    "iql": {
+        "learning_rate": ({}, 1e-4),
+        "target_rate": ({}, 0.5),
+        "expectile": ({}, 0.9),
+        "inverse_temperature": ({}, 0.1),
+    },
     "dqn": VALUES | {"huber_delta": ({}, 0.1)},
     "r2d2": VALUES,
     "ppo": ON_POLICY

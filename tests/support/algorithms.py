@@ -29,6 +29,8 @@ SMALL: dict[str, Options] = {
     },
     "td3": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
     "discrete_sac": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
+    "bc": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "batch_size": 6},
+    "iql": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
     "dqn": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_period": 2, "batch_size": 6},
     "r2d2": {
         "hidden_sizes": (6, 5), "recurrent_size": 7, "sequence_length": 5, "overlap": 2, "burn_in": 4, "n_step": 3,

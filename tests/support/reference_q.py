@@ -145,7 +145,8 @@ def make_batch(
     if spec.action_kind == "continuous":
         action = rng.uniform(spec.action_low, spec.action_high, (64, *spec.action_shape)).astype(np.float32)
     else:
-        action = rng.integers(0, spec.action_sizes[0], 64)
+        sizes = np.reshape(spec.action_sizes, spec.action_shape)
+        action = rng.integers(0, sizes, (64, *spec.action_shape))
     columns = [observation[row], action[row], return_[row, 0], discount[row, 0], observation[row + k[row, 0]]]
     drawn = [] if weight is None else [row, np.asarray(weight, np.float32)]
     return Batch(*map(torch.from_numpy, columns + drawn))

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Actor:
-    """An MLP in NumPy whose first outputs, squashed, are actions within the environment's bounds.
+    """An MLP in NumPy whose first outputs, squashed, are actions within the environment's bounds, or logits of choices.
 
     Args:
         hidden_sizes: widths of the hidden layers.
         spec: spaces of the environment.
-        outputs_per_action: numbers that the network gives for each of the A dimensions of an action.
+        outputs_per_action: numbers that the network gives for each of the A dimensions of an action, or choices.
         num_inputs: F, numbers in an observation, or in its features.
     """
 
@@ -34,7 +34,8 @@ class Actor:
         self._scale, self._center = (self._high - self._low) / 2, (self._high + self._low) / 2
         self._action_shape, self._num_inputs = spec.action_shape, num_inputs
         self._shapes: dict[str, tuple[int, ...]] = {}
-        sizes = (num_inputs, *hidden_sizes, outputs_per_action * len(self._low))
+        num_actions = len(self._low) or sum(spec.action_sizes)
+        sizes = (num_inputs, *hidden_sizes, outputs_per_action * num_actions)
         for i, (inputs, outputs) in enumerate(pairwise(sizes)):
             self._shapes |= {f"weights.{i}": (inputs, outputs), f"biases.{i}": (outputs,)}
         self._layers: list[Layer] = []
@@ -50,13 +51,14 @@ class Actor:
         return forward(self._layers, rows, activation=ACTIVATIONS["relu"], by_row=by_row)
 
     def module(self) -> nn.Module:
-        """Return the network of the actions, without their deviations: [N, F] -> [N, *A] within the bounds."""
+        """Return the network of the actions without their deviations, [N, F] -> [N, *A], or of the logits."""
         from torch import nn
 
         from ddrl.networks.exported import Bounded, mlp
 
         *hidden, (weight, bias) = self._layers
-        num = len(self._low)
+        if not (num := len(self._low)):
+            return mlp(self._layers, "relu")
         bounded = Bounded(self._low, self._high, self._action_shape, squash=True)
         return nn.Sequential(mlp([*hidden, (weight[:, :num], bias[:num])], "relu"), bounded)
 

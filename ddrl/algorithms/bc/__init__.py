@@ -1,0 +1,1 @@
+"""Behaviour cloning (BC): a policy that acts as the data do."""
