@@ -74,6 +74,8 @@ TASKS: dict[str, Callable[[], RunConfig]] = {  # made when chosen
     "tqc": lambda: task("sac", BOX, 100_000, num_quantiles=25, num_critics=5, layer_norm=False, **BIG),
     "crossq": lambda: task("sac", BOX, 100_000, batch_norm=True, **BIG),
     "discrete_sac": lambda: task("discrete_sac", DISCRETE, 100_000, **BIG),
+    "bc": lambda: task("bc", BOX, 100_000, **BIG),
+    "iql": lambda: task("iql", BOX, 100_000, **BIG),
     "dqn": lambda: task("dqn", DISCRETE, 100_000, prioritized=True, double=True),
     "r2d2": lambda: task(
         "r2d2", DISCRETE, 20_000, hidden_sizes=[64], recurrent_size=64, sequence_length=20, overlap=10

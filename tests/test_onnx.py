@@ -33,7 +33,16 @@ MORE: dict[str, tuple[str, EnvSpec, Options]] = {
     "r2d2 frames": ("r2d2", STACKED, {"network": "nature"}),
 }
 OTHERS = {"own"} | {  # it has no module; to a policy these are as others here
-    *("sac fixed", "sac delayed", "sac prioritized", "sac dropout", "sac quantiles", "td3 prioritized"),
+    *(
+        "sac fixed",
+        "sac delayed",
+        "sac prioritized",
+        "sac dropout",
+        "sac quantiles",
+        "td3 prioritized",
+        "iql",
+        "iql pairs",
+    ),
     *("r2d2 rmsprop", "impala adam", "ppo", "dqn", "impala normalized", "r2d2 soft", "discrete sac", "pqn"),
 }
 KINDS = {name: case for name, case in (CASES | MORE).items() if name not in OTHERS}

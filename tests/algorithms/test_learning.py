@@ -242,6 +242,8 @@ def test_dqn_solves_recall_only_by_a_stack_that_reaches_back_to_the_cue() -> Non
     [
         ({"name": "sac"}, True),
         ({"name": "td3"}, True),
+        ({"name": "bc"}, True),
+        ({"name": "iql"}, False),
         (PPO, True),
         (PPO, False),
         (IMPALA, False),

@@ -46,6 +46,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "gamma": 0.0,
         "temperature": 0.1,
     },
+    "iql": {"name": "iql", **SMALL, "learning_rate": 3e-3, "gamma": 0.0, "inverse_temperature": 10.0},
+    "iql of pairs": {
+        "name": "iql",
+        **SMALL,
+        "learning_rate": 3e-3,
+        "gamma": 0.0,
+        "inverse_temperature": 10.0,
+    },
     "sqn": {"name": "discrete_sac", "form": "sqn", **SMALL, "learning_rate": 3e-3, "gamma": 0.0},
 }
 

@@ -12,7 +12,7 @@ from support.private_server import PrivateServer, until
 from support.runs import target_config
 from support.store import end
 
-from ddrl.config import ConfigError
+from ddrl.config import ConfigError, validate
 from ddrl.runs import submit
 from ddrl.store import keys, recording, runs
 from ddrl.store.connection import StoreError
@@ -102,6 +102,21 @@ def test_another_server_learns_from_it(
     learner.finish()
     assert learner.shared.env_steps == run.state.appended_steps and not other.dead
     assert there.entries == run.entries
+
+
+@pytest.mark.parametrize("name", ["bc", "iql"])
+def test_what_another_algorithm_played_is_learned_from(server: PrivateServer, name: str) -> None:
+    run = played(server, 1_000)
+    end(run.client, run.id)
+    tree = target_config().model_dump(mode="json", by_alias=True)
+    given = validate(tree | {"algorithm": {"name": name, "hidden_sizes": [16]}})
+    config = submit.config_of_data(run.client, run.id, given)
+    other = Run(server, run=submit.create_shadow(run.client, run.id, config))
+    learner = other.learner()
+    with training(learner):
+        until(lambda: learner.shared.updates > 200 and learner.shared.env_steps == run.state.appended_steps)
+    learner.finish()
+    assert other.index.latest >= 1 and not other.dead
 
 
 def test_what_cannot_be_put_back(server: PrivateServer, other_server: PrivateServer, tmp_path: Path) -> None:
