@@ -1,7 +1,7 @@
 """Elo ratings of a run's versions in a game of two players, from the games that they play in training.
 
-The newest version inherits the rating of the one before. Its games change it until the next one is published, and then
-its games as an opponent. See A. Elo, The Rating of Chessplayers (1978), 8.4 for the formula.
+The newest version inherits the rating of the one before, and its games change it until the next one is published. From
+then on it stays, so that all are measured against the same opponents: the first version has 0. See A. Elo, The Rating of Chessplayers (1978), 8.4 for the formula.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from ddrl.store.weights import Standing
 from ddrl.types import Played
 
-K = 4.0  # points that a win in a game between equals moves both ratings by, times two
+K = 4.0  # twice the points that a win against an equal opponent gives
 SCALE = 400.0  # points of difference at which the better side scores ten times as much
 MEMORY = 100  # games over which the score against a version is averaged
 
@@ -43,14 +43,10 @@ class League:
                 if standing is None or version >= played.policy_version:
                     continue
                 score = 0.5 + 0.5 * ((game_return > 0) - (game_return < 0))
-                change = K * (score - expected(self.rating - standing.rating))
-                self.rating += change
+                self.rating += K * (score - expected(self.rating - standing.rating))
                 games = standing.games + 1
-                self._standings[version] = Standing(
-                    rating=standing.rating - change,
-                    games=games,
-                    score=standing.score + (score - standing.score) / min(games + 1, MEMORY),
-                )
+                mean = standing.score + (score - standing.score) / min(games + 1, MEMORY)
+                self._standings[version] = replace(standing, games=games, score=mean)
 
     def publish(self, version: int, kept: Collection[int]) -> dict[int, Standing]:
         """Add a version, which begins with the rating that the one before ends with; return those that are kept."""

@@ -23,12 +23,12 @@ def test_the_expected_score_is_elos() -> None:
     assert expected(-200.0) == pytest.approx(0.240253, abs=1e-6)
 
 
-def test_a_game_moves_both_ratings_by_what_was_unexpected() -> None:
+def test_a_game_moves_the_newest_rating_by_what_was_unexpected() -> None:
     league = League({3: Standing(100.0), 7: Standing(100.0)}, opponent=1)
     league.count(games(8, (3, 1.0)))
     assert league.rating == 100.0 + K / 2
     standings = league.publish(8, [3, 7])
-    assert standings[3] == Standing(100.0 - K / 2, games=1, score=0.75)
+    assert standings[3] == Standing(100.0, games=1, score=0.75)
     # Version 7 was the newest one until now.
     assert standings[7] == Standing(100.0 + K / 2) and standings[8] == Standing(100.0 + K / 2)
     league.count(games(8, (3, 0.0), (3, -2.5)))
