@@ -1,7 +1,8 @@
 """Elo ratings of a run's versions in a game of two players, from the games that they play in training.
 
 The newest version inherits the rating of the one before, and its games change it until the next one is published. From
-then on it stays, so that all are measured against the same opponents: the first version has 0. See A. Elo, The Rating of Chessplayers (1978), 8.4 for the formula.
+then on it stays, so that all are measured against the same opponents: the first version has 0. See A. Elo, The Rating
+of Chessplayers (1978), 8.4 for the formula.
 """
 
 from __future__ import annotations
