@@ -7,6 +7,7 @@ of Chessplayers (1978), 8.4 for the formula.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -39,15 +40,15 @@ class League:
         """Count the games of a fragment against versions that are kept, older than the one that played."""
         with self._lock:
             for game_return, metrics in zip(played.episode_return, played.episode_metrics, strict=True):
-                version = int(metrics[self._opponent])
-                standing = self._standings.get(version)
+                version = metrics[self._opponent]  # a worker may have written any number
+                standing = self._standings.get(int(version)) if math.isfinite(version) else None
                 if standing is None or version >= played.policy_version:
                     continue
                 score = 0.5 + 0.5 * ((game_return > 0) - (game_return < 0))
                 self.rating += K * (score - expected(self.rating - standing.rating))
                 games = standing.games + 1
                 mean = standing.score + (score - standing.score) / min(games + 1, MEMORY)
-                self._standings[version] = replace(standing, games=games, score=mean)
+                self._standings[int(version)] = replace(standing, games=games, score=mean)
 
     def publish(self, version: int, kept: Collection[int]) -> dict[int, Standing]:
         """Add a version, which begins with the rating that the one before ends with; return those that are kept."""

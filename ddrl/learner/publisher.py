@@ -419,15 +419,14 @@ class Publisher:
         except connection.UNREACHABLE:
             self._unconfirmed = version
             raise
-        if shared.league is not None:
-            kept = index.sizes.keys() - {*drop}
-            weights.rate(*self._held, shared.league.publish(version, kept))
         self._written_bytes += len(blob)
         shared.version, self._allowed, self._published_updates = version, allowance, updates
         if shared.weights is finished:  # the training thread may have finished others meanwhile
             shared.weights = None
         if self._reader is not None:
             self._reader.wake()
+        if shared.league is not None:
+            weights.rate(*self._held, shared.league.publish(version, index.sizes.keys() - {*drop}))
 
     def _raise_allowance(self) -> None:
         """Allow collectors more steps, if there are enough to be worth a call."""

@@ -7,6 +7,7 @@ is the command XADD with its id, as it goes over the wire (RESP).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -198,6 +199,8 @@ def _described(folder: Path) -> dict[str, Any]:
             raise StoreError(
                 f"{folder}: has format {about['format']!s:.20}, this version of ddrl reads {FORMAT}"
             )
+        if not re.fullmatch(r"[a-z0-9-]{1,80}", about["run"]):  # it becomes part of keys
+            raise ValueError
         return {name: about[name] for name in ("run", "versions", "config", "spaces")}
     except (OSError, ValueError, TypeError, KeyError):
         raise StoreError(f"{folder}: is no recording; `ddrl record RUN -o {folder}` makes one") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -38,6 +40,9 @@ def test_a_game_moves_the_newest_rating_by_what_was_unexpected() -> None:
 def test_games_against_itself_other_players_and_versions_that_are_gone_do_not_count() -> None:
     league = League({3: Standing(), 5: Standing()}, opponent=1)
     league.count(games(5, (5, 1.0), (6, 1.0), (-1, 1.0), (4, 1.0)))
+    league.count(
+        Played(0, 1, 5, 8, episode_return=[1.0, 1.0], episode_metrics=[[0.5, math.nan], [0.5, math.inf]])
+    )
     assert league.rating == 0.0
     league.publish(6, [3])
     league.count(games(7, (5, 1.0)))

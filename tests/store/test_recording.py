@@ -136,6 +136,9 @@ def test_what_cannot_be_put_back(server: PrivateServer, other_server: PrivateSer
         recording.restore(other_server.client, tmp_path / "a")
     assert runs.names(other_server.client) == []  # nothing half made is left
     about = json.loads((tmp_path / "a" / "run.json").read_text())
+    (tmp_path / "a" / "run.json").write_text(json.dumps(about | {"run": "a}:*"}))
+    with pytest.raises(StoreError, match="is no recording"):
+        recording.restore(other_server.client, tmp_path / "a")
     (tmp_path / "a" / "run.json").write_text(json.dumps(about | {"format": 2}))
     with pytest.raises(StoreError, match="has format 2, this version of ddrl reads 1"):
         recording.restore(other_server.client, tmp_path / "a")
