@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.commands import call, call_json, refused
+from support.commands import call, call_json
 from support.games import exploitability
 from support.learners import Run, playing, training
 from support.private_server import PrivateServer, until
@@ -95,7 +95,7 @@ def test_discrete_sac_and_dqn_play_against_earlier_versions_under_masks(server: 
             {"self_play": {"opponents": "latest", "pool": 3}},
             "self_play.pool: 3 has no effect with self_play.opponents: latest; remove it",
         ),
-        ({"algorithm": {"name": "ppo", "recurrent": True}}, "ppo has a recurrent state here, which opponents"),
+        ({"algorithm": {"name": "ppo", "recurrent": "lstm"}}, "ppo has a recurrent state here, which opponents"),
         ({"self_play": {"opponents": "best"}}, "self_play.opponents: 'best' cannot be used"),
     ],
 )  # fmt: skip

@@ -15,7 +15,13 @@ from ddrl.envs import EnvError, requirements
 
 
 @pytest.mark.parametrize(
-    ("env_id", "extra"), [("LunarLander-v3", "box2d"), ("Ant-v5", "mujoco"), ("ALE/Pong-v5", "atari")]
+    ("env_id", "extra"),
+    [
+        ("LunarLander-v3", "box2d"),
+        ("Ant-v5", "mujoco"),
+        ("ALE/Pong-v5", "atari"),
+        ("pettingzoo/classic/rps-v2", "pettingzoo"),
+    ],
 )
 def test_missing_extra_names_the_command(env_id: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -37,7 +43,7 @@ def test_capabilities_are_extras_and_packages_of_allowed_modules(monkeypatch: py
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "my_pkg.envs, other,, my_pkg")
     found = envs.capabilities()
     assert found == sorted(set(found))
-    assert {"my_pkg", "other"} <= set(found) <= {"my_pkg", "other", "box2d", "atari", "mujoco"}
+    assert {"my_pkg", "other"} <= set(found) <= {"my_pkg", "other", "box2d", "atari", "mujoco", "pettingzoo"}
 
 
 @pytest.mark.parametrize(
