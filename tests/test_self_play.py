@@ -70,10 +70,8 @@ def test_the_average_of_the_versions_plays_poker_close_to_the_equilibrium(
     assert [one["opponent"] for one in played] == ["random", "random", "support.games:pass_always"]
     assert played[0]["returns"] == played[1]["returns"] != played[2]["returns"]
     assert all(one["info/opponent"] == -1 for one in played)
-    line = refused("evaluate", run.id, "--local", "--opponent", "elsewhere:play")
-    assert line.startswith(
-        "env.opponent: elsewhere:play: module elsewhere may not be imported here; set DDRL_ALLOW"
-    )
+    printed = commands.run("evaluate", run.id, "--local", "--opponent", "elsewhere:play")
+    assert printed.code == 2 and "env.opponent: elsewhere:play: module elsewhere may not be" in printed.err
 
 
 def test_discrete_sac_and_dqn_play_against_earlier_versions_under_masks(server: PrivateServer) -> None:
@@ -95,7 +93,7 @@ def test_discrete_sac_and_dqn_play_against_earlier_versions_under_masks(server: 
             {"self_play": {"opponents": "latest", "pool": 3}},
             "self_play.pool: 3 has no effect with self_play.opponents: latest; remove it",
         ),
-        ({"algorithm": {"name": "ppo", "recurrent": "lstm"}}, "ppo has a recurrent state here, which opponents"),
+        ({"algorithm": {"name": "ppo", "recurrent": "lstm", "shared": True}}, "ppo has a recurrent state here, which opponents"),
         ({"self_play": {"opponents": "best"}}, "self_play.opponents: 'best' cannot be used"),
     ],
 )  # fmt: skip
