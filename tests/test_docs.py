@@ -1,4 +1,4 @@
-"""Commands in the documentation: all are understood, and those of the tutorial run as they stand."""
+"""Commands in the documentation: all are understood, those in blocks run, those of the tutorial as they stand."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -24,8 +25,11 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "workers" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
 GUIDE = (ROOT / "docs" / "guide.md").read_text("utf-8")
-# What does not end, needs replicas of the server, or a game for an hour: other tests run these.
-ELSEWHERE = ("learner", "watch", "--watch", "web", "durability=replica", "asterix")
+# What does not end (a learner of whatever waits, a view, the page, a recording), or needs replicas, a recording, a run
+# in lockstep or a player of the user's: other tests run these.
+ELSEWHERE = re.compile(
+    r"learner$|watch$|.* --watch|web|record|rerun|.* (durability=replica|--from-data|--opponent)"
+)
 
 
 def blocks(text: str, language: str = "") -> list[str]:
@@ -34,9 +38,17 @@ def blocks(text: str, language: str = "") -> list[str]:
     return [block for kind, block in found if kind == language]
 
 
+def shell_lines(block: str) -> list[str]:
+    """What a shell gets of a block, with its variables put in; where lines have prompts, the others are output."""
+    values = dict(re.findall(r'^(\w+)="(.*?)"', block, re.MULTILINE | re.DOTALL))
+    block = re.sub(r"\$(\w+)", lambda name: values.get(name[1], name[0]), block).replace("\\\n", " ")
+    lines = block.splitlines()
+    return [line[2:] for line in lines if line.startswith("$ ")] or lines
+
+
 def commands(text: str) -> Iterator[tuple[list[str], bool]]:
     """The words of each ddrl command, and whether it is whole: in a block. A sentence may name a command only."""
-    whole = [line for block in blocks(text) for line in block.replace("\\\n", " ").splitlines()]
+    whole = [line for block in blocks(text) for line in shell_lines(block)]
     named = [part for line in text.splitlines() for part in line.split("`")[1::2]]
     for line in (*whole, *named):
         for part in re.split(r"[;&|]", re.sub(r"\s#.*| \[.*?\]|\.\.\.|\$\w+", "", line)):
@@ -57,6 +69,10 @@ def test_every_command_is_understood(page: Path) -> None:
 def test_these_checks_can_fail() -> None:
     found = list(commands("```\nA=b ddrl submit x --seed 3   # some\n```\nand `ddrl status`, `ddrl --help`"))
     assert found == [(["submit", "x", "--seed", "3"], True), (["status"], False)]
+    found = list(
+        commands('```\n$ ddrl logs last\nddrl says it\n```\n```\na="-s b=1 \\\n-s c"\nddrl submit x $a\n```')
+    )
+    assert found == [(["logs", "last"], True), (["submit", "x", "-s", "b=1", "-s", "c"], True)]
     assert len([words for page in PAGES for words in commands(page.read_text("utf-8"))]) > 100
     group = typer.main.get_command(app)
     with pytest.raises(UsageError):
@@ -64,11 +80,13 @@ def test_these_checks_can_fail() -> None:
 
 
 def shell(processes: Processes, url: str | None, line: str, time: str = "8s") -> str:
-    """Run a line of a page that must succeed; runs are ended early."""
-    if "ddrl submit" in line:
-        line = re.sub(r"--time \S+", "", line) + f" -s stop.time={time} -s evaluation.confirm_episodes=0"
+    """Run a line of a page that must succeed; runs are ended early, their evaluations short."""
+    if "ddrl submit" in line or "--shadow" in line:
+        line = re.sub(r"--time \S+", "", line) + f" -s stop.time={time}"
+        line += " -s evaluation.max_steps=200 -s evaluation.confirm_episodes=0"
     environment = processes.environment(url) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment["PYTHONPATH"] += f":{processes.folder}"
+    environment["MINARI_DATASETS_PATH"] = str(processes.folder)
     done = subprocess.run(
         ["sh", "-ec", line],
         cwd=processes.folder,
@@ -131,21 +149,41 @@ def test_part_three_runs_as_it_stands(home: Path, processes: Processes) -> None:
     assert "solved" in shell(processes, None, line.replace("-s stop.time=8s", ""))
 
 
+def run_here(page: Path) -> list[str]:
+    """The commands in the blocks of a page that the test below runs."""
+    lines = [shlex.join(words) for words, is_whole in commands(page.read_text("utf-8")) if is_whole]
+    return [line for line in lines if page.stem != "tutorial" and not ELSEWHERE.match(line)]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/fleet.md"])
-def test_commands_of_other_pages_run(page: str, home: Path, processes: Processes) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [*filter(run_here, PAGES)], ids=lambda page: page.stem)
+def test_commands_of_other_pages_run(page: Path, home: Path, processes: Processes) -> None:
     [study] = [block for block in blocks(GUIDE, "yaml") if "search:" in block]
     study = study.replace("trials: 16", "trials: 2").replace("stop.time: 3m", "stop.time: 5s")
     (processes.folder / "study.yaml").write_text(study)
-    active = json.loads(
-        shell(processes, None, "ddrl submit lunar --detach --json -s stop.return=null", "1h")
-    )["run"]
+
+    def listed(command: str) -> list[dict[str, Any]]:
+        return json.loads(shell(processes, None, f"ddrl {command} --json"))
+
+    submit = "ddrl submit lunar --detach --json -s stop.return=null -s weights.keep_every=5"
+    run = json.loads(shell(processes, None, submit, "1h"))["run"]
     try:
-        for words, is_whole in commands((ROOT / page).read_text("utf-8")):
-            if is_whole and not set(words) & set(ELSEWHERE):
-                named = [
-                    active if word == "RUN" or (words[0], word) == ("set", "last") else word for word in words
-                ]
-                shell(processes, None, shlex.join(["ddrl", *named]))
+        processes.until(lambda: listed(f"episodes {run}") and len(listed(f"versions {run}")) > 2)
+        shell(processes, None, f"ddrl pause {run}")
+        here = {  # what a page names -> what there is
+            r"(?<=^compare RUN )RUN": "last",
+            r"\bRUN\b|\b[a-z]+-\d{4}-\d{6}-s\d-\w{4}\b|(?<=^set )last|(?<=--from )last": run,
+            r"(?<=@)\d+": str(listed(f"versions {run}")[0]["version"]),
+            r"(?<=/)\d+-\d+-\d+-\d+": listed(f"episodes {run}")[-1]["episode"],
+            r"(?<=^submit )configs": str(ROOT / "configs"),
+            r"(?<=--episodes )\d+": "3",
+        }
+        for line in run_here(page):
+            for named, there in here.items():
+                line = re.sub(named, there, line)
+            shell(processes, None, f"ddrl {line}")
     finally:
-        shell(processes, None, f"ddrl stop {active}")
+        for row in listed("runs"):
+            if row["status"] in ("active", "paused"):
+                shell(processes, None, f"ddrl stop {row['run']} || true")  # one may just have ended
