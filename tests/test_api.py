@@ -74,6 +74,7 @@ def test_a_run_is_learned_watched_and_played(client: Redis, folder: Path) -> Non
     assert run.status == "active"
 
 
+@pytest.mark.long
 def test_the_script_of_the_guide(home: Path, folder: Path) -> None:
     """It starts all that it needs, and leaves nothing behind but the run."""
     [script] = re.findall(r"```python\n(import ddrl\n.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)

@@ -115,6 +115,7 @@ def test_perturbed_values_are_near_and_allowed(values: Any, value: Any) -> None:
             assert one == value or one / value == pytest.approx(0.8) or one / value == pytest.approx(1.25)
 
 
+@pytest.mark.long
 def test_a_killed_sweep_goes_on_with_its_runs(server: Any, tmp_path: Path) -> None:
     endless = {"stop.return": None, "stop.time": None, "stop.env_steps": 10**9}
     path = study(tmp_path, trials=1, parallel=1, options=endless)
