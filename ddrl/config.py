@@ -26,9 +26,8 @@ from pydantic.fields import FieldInfo
 
 LIVE: JsonDict = {"live": True}
 ALLOW_VARIABLE = "DDRL_ALLOW_MODULES"  # comma-separated modules whose code may be imported and run
-OPPONENT = (
-    "opponent"  # in an info: version of the weights that played the other side of a game; -1: another player
-)
+# In an info: version of the weights that played the other side of a game; -1: another player.
+OPPONENT = "opponent"
 MAX_BYTES = 1_000_000  # of a YAML file
 MAX_RESULT = 20_000  # numbers in the result of an evaluation, which is one entry of a stream
 

@@ -110,10 +110,9 @@ def _from_data(client: Client, folder: Path, config: configs.RunConfig) -> str:
     from ddrl.runs import submit as submission
     from ddrl.store import recording
 
-    with progress("put {:,} of {:,} fragments on the server", quiet=False) as show:
-        total = sum(1 for _ in recording.entries(folder))
-        source = recording.restore(client, folder, lambda num: show(num, total))
-    note(f"{folder}: {total:,} fragments of {source}")
+    with progress("put {:,} of {:,} bytes on the server", quiet=False) as show:
+        source = recording.restore(client, folder, show)
+    note(f"{folder}: the experience of {source}")
     return submission.create_shadow(client, source, submission.config_of_data(client, source, config))
 
 

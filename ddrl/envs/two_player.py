@@ -93,22 +93,20 @@ class TwoPlayerGame(gymnasium.Env[np.ndarray, Any]):
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin a game, with the opponent's moves before the player's first one."""
         super().reset(seed=seed)
-        self._game.reset(seed=seed, options=options)
-        for _ in range(self.np_random.integers(self._opening_moves + 1)):
-            shown, _, terminated, truncated, _ = self._game.last()
-            if terminated or truncated:
-                return self.reset()
-            self._game.step(self._random_move(shown, self.np_random))
-        self._player = self._game.possible_agents[self.np_random.integers(2)]
-        self._version, self._opponent = self._next()
-        observation, _, terminated, truncated, info = self._await_turn()
-        if (terminated or truncated) and self._opening_moves:
-            return self.reset()
-        if terminated or truncated:
-            raise EnvError(
-                f"{self._env_id}: ended before the first move of {self._player}; let both sides move"
-            )
-        return observation, info
+        while True:
+            self._game.reset(seed=seed, options=options)
+            seed = None  # random numbers go on where an opening ends the game
+            if not self._play_opening():
+                continue
+            self._player = self._game.possible_agents[self.np_random.integers(2)]
+            self._version, self._opponent = self._next()
+            observation, _, terminated, truncated, info = self._await_turn()
+            if not (terminated or truncated):
+                return observation, info
+            if not self._opening_moves:
+                raise EnvError(
+                    f"{self._env_id}: ended before the first move of {self._player}; let both sides move"
+                )
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Make a move, and the opponent's until it is the player's turn again or the game is over."""
@@ -136,17 +134,26 @@ class TwoPlayerGame(gymnasium.Env[np.ndarray, Any]):
         Raises:
             EnvError: what one side wins the other does not lose.
         """
-        self.reset(seed=0)
-        game, total, most = self._game, 0.0, MOST_MOVES
-        for _ in game.agent_iter(most):
+        game, total, generator = self._game, 0.0, np.random.default_rng(0)
+        game.reset(seed=0)
+        for _ in game.agent_iter(MOST_MOVES):
             shown, reward, terminated, truncated, _ = game.last()
             total += reward
-            game.step(None if terminated or truncated else self._random_move(shown, self.np_random))
-        if abs(total) > 1e-6:
+            game.step(None if terminated or truncated else self._random_move(shown, generator))
+        if abs(total) > 1e-6 and not game.agents:
             raise EnvError(
                 f"{self._env_id}: the rewards of both sides add up to {total:g}, not to 0; self-play is for games in "
                 "which one side loses what the other wins"
             )
+
+    def _play_opening(self) -> bool:
+        """Make a random number of random moves; return False if they end the game."""
+        for _ in range(self.np_random.integers(self._opening_moves + 1)):
+            shown, _, terminated, truncated, _ = self._game.last()
+            if terminated or truncated:
+                return False
+            self._game.step(self._random_move(shown, self.np_random))
+        return True
 
     def _await_turn(self) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Let the opponent move until it is the player's turn, or the game is over."""
@@ -160,13 +167,8 @@ class TwoPlayerGame(gymnasium.Env[np.ndarray, Any]):
             if not over:
                 raise EnvError(f"{self._env_id}: {MASK} allows nothing; end the game before")
             observation[-self.num_masked :] = 1.0  # no action follows
-        return (
-            observation,
-            float(reward),
-            bool(terminated),
-            bool(truncated),
-            {OPPONENT: self._version} if over else {},
-        )
+        info = {OPPONENT: self._version} if over else {}
+        return observation, float(reward), bool(terminated), bool(truncated), info
 
     def _move(self, shown: Any) -> Any:
         """Return the opponent's move.
@@ -188,7 +190,8 @@ class TwoPlayerGame(gymnasium.Env[np.ndarray, Any]):
         if isinstance(self.action_space, Box):
             low, high = self.action_space.low, self.action_space.high
             return generator.uniform(low, high).astype(self.action_space.dtype)
-        return generator.integers(getattr(self.action_space, "nvec", None) or self.action_space.n)  # type: ignore[attr-defined]
+        sizes = self.action_space.n if isinstance(self.action_space, Discrete) else self.action_space.nvec  # type: ignore[attr-defined]
+        return generator.integers(sizes)
 
     def _flat(self, shown: Any) -> np.ndarray:
         return np.asarray(flatten(self._space, shown), np.float32)

@@ -26,6 +26,7 @@ FORMAT = 1
 FILE = "run.json"
 SEGMENT_BYTES = 64 * 1024**2
 CHUNK_BYTES = 1024**2  # read from a file at once
+COUNTS = ("appended_fragments", "appended_steps", "appended_bytes")
 RECORDED = "recorded"  # reason of the end of a run that was put back
 
 
@@ -115,7 +116,9 @@ def run_of(folder: Path) -> str:
     return str(_described(folder)["run"])
 
 
-def restore(client: Redis, folder: Path, on_entries: Callable[[int], None] = lambda num: None) -> str:
+def restore(
+    client: Redis, folder: Path, on_bytes: Callable[[int, int], None] = lambda done, total: None
+) -> str:
     """Put a recorded run on the server, as one that has ended, with all its experience; return its id.
 
     One that was put there before is left as it is.
@@ -123,7 +126,7 @@ def restore(client: Redis, folder: Path, on_entries: Callable[[int], None] = lam
     Args:
         client: connection to the server.
         folder: of the recording.
-        on_entries: called now and then with the number of entries written.
+        on_bytes: called now and then with the bytes written, and about those of all.
 
     Raises:
         StoreError: the folder is no recording, or the run is on the server.
@@ -148,30 +151,23 @@ def restore(client: Redis, folder: Path, on_entries: Callable[[int], None] = lam
         if token := leases.acquire(client, run, host="-", folder=str(folder.resolve())):
             runs.complete(client, run, token)
             leases.release(client, run, token)
-        done, waiting, producers = 0, 0, dict[str, str]()
+        done, waiting, total = 0, 0, sum(path.stat().st_size for path in _segments(folder))
+        producers: dict[Any, Any] = {}  # a learner takes only what these have appended
         counts: dict[Any, Any] = {}
         pipe = client.pipeline(transaction=False)
         for entry in entries(folder):
             pipe.xadd(keys.experience(run), cast(Any, entry.fields), id=entry.entry_id)
-            done, waiting = done + 1, waiting + entry.num_bytes
-            about = {
-                "incarnation": str(entry.count(b"i")),
-                "seq": entry.count(b"q"),
-                "fragments": 0,
-                "duplicates": 0,
-            }
-            producers[str(entry.producer)] = json.dumps(
-                about
-            )  # a learner takes only what these have appended
-            counts = dict(
-                zip(("appended_fragments", "appended_steps", "appended_bytes"), entry.counted, strict=False)
-            )
+            done, waiting = done + entry.num_bytes, waiting + entry.num_bytes
+            if entry.producer >= 0:
+                newest = {"incarnation": str(entry.count(b"i")), "seq": entry.count(b"q")}
+                producers[entry.producer] = json.dumps(newest | {"fragments": 0, "duplicates": 0})
+                counts = dict(zip(COUNTS, entry.counted, strict=False)) or counts
             if waiting > stream.REPLY_BYTES:
                 pipe.execute()
-                on_entries(done)
+                on_bytes(done, total)
                 waiting = 0
-        if producers:
-            pipe.hset(keys.producers(run), mapping=cast("dict[Any, Any]", producers))
+        if counts:
+            pipe.hset(keys.producers(run), mapping=producers)
             pipe.hset(keys.counts(run), mapping=counts)
         pipe.execute()
     except BaseException:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pettingzoo
 import pytest
-from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from support.games import BET, PASS, KuhnPoker, Pennies, payoff, seen
 
 from ddrl import envs
@@ -105,6 +105,25 @@ def test_opponents_are_drawn_at_each_reset() -> None:
     drawn = iter(range(100))
     game.play_against(lambda: (next(drawn), lambda row: BET if row.shape == (7,) else None), 0)
     assert [episode(game, lambda row: PASS, seed)[2]["opponent"] for seed in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_random_moves_of_several_dimensions() -> None:
+    class Wide(KuhnPoker):
+        def action_space(self, agent: str) -> Any:
+            return MultiDiscrete([2, 3])
+
+        def step(self, action: Any) -> None:
+            super().step(None if action is None else int(action[0]))
+
+    episode(TwoPlayerGame("wide", Wide()), lambda row: np.array([BET, 2]), 0)
+    TwoPlayerGame("wide", Wide()).check()
+
+
+def test_an_opening_longer_than_the_game_is_played_again() -> None:
+    game = TwoPlayerGame("kuhn", KuhnPoker())
+    game.play_against(lambda: (0, lambda row: BET), 1000)
+    for seed in range(30):
+        episode(game, lambda row: BET, seed)
 
 
 def test_games_begin_with_random_moves_of_both_sides() -> None:
