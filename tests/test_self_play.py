@@ -60,7 +60,6 @@ def test_the_average_of_the_versions_plays_poker_close_to_the_equilibrium(
     standings = run.index.standings
     assert standings.keys() == run.index.sizes.keys()
     assert sum(standing.games for standing in standings.values()) > 100
-    assert standings[run.index.latest].rating > standings[0].rating
     run.audit()
     monkeypatch.setenv(connection.URL_VARIABLE, run.url)
     assert "elo" in (header := call("versions", run.id).splitlines()[0]) and "beaten by later" in header
