@@ -158,11 +158,11 @@ def test_it_wants_processes_until_a_quarter_of_their_time_is_waiting(
 ) -> None:
     monkeypatch.setattr(dispatcher_module, "MEAN_S", 0.02)
     workers.beat(client, heartbeat("a@h", 4))
-    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(dispatcher_module, "time", clock)
     one = dispatcher(client, run)
     for tick in range(20):
-        clock.monotonic = lambda now=clock.monotonic() + 0.02: now
+        clock.now += 0.02
         spent_ms = 3e3 * 0.02 * tick
         waiting = {"allowance_wait_ms": round(waits * spent_ms), "room_wait_ms": 0}
         client.hset(keys.counts(run), mapping={"process_ms": round(spent_ms), **waiting})
