@@ -244,6 +244,8 @@ class WeightsConfig(Section):
     """Versions divisible by this are kept beyond keep_last, within max_bytes."""
     max_bytes: ByteSize = Field(ByteSize(64 * 1024**2), ge=1024, json_schema_extra=LIVE)
     """Memory of the versions kept by keep_every; the oldest are dropped first."""
+    onnx: bool = False
+    """Publish each version as an ONNX file too, for actors in other languages. The learner needs the extra onnx."""
 
 
 class EvaluationConfig(Section):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,20 +62,74 @@ def save(loaded: LoadedPolicy, path: Path) -> None:
         OnnxError: a package is missing, or the policy cannot be exported: which layer, and why.
         OSError: the file cannot be written.
     """
+    _check(loaded)
+    data = _exported(loaded).SerializeToString()
+    _compare(loaded, data)
+    write_whole(path, data)
+
+
+class Template:
+    """The file of a policy, exported once; the weights of each version are put into it, which takes milliseconds.
+
+    Args:
+        loaded: the policy; other weights are loaded into it.
+        weights: of any version.
+
+    Raises:
+        OnnxError: as of `save`, or weights become other numbers on their way into the file.
+    """
+
+    def __init__(self, loaded: LoadedPolicy, weights: Mapping[str, Any]) -> None:
+        _check(loaded)
+        self._loaded, generator = loaded, np.random.default_rng(0)
+        # Where all numbers are different, a constant of the file is known by its values.
+        loaded.policy.load(_others(weights, generator))
+        names = {array.tobytes(): name for name, array in _arrays(_graph(loaded)).items()}
+        self._model = _exported(loaded, optimize=False)
+        constants = self._model.graph.initializer
+        self._places = [(one, names[one.raw_data]) for one in constants if one.raw_data in names]
+        _compare(loaded, self.filled(0, _others(weights, generator)))
+
+    def filled(self, version: int, weights: Mapping[str, Any]) -> bytes:
+        """Return the file of a version."""
+        self._loaded.version = version
+        self._loaded.policy.load(weights)
+        arrays = _arrays(_graph(self._loaded))
+        for constant, name in self._places:
+            constant.raw_data = arrays[name].tobytes()
+        for fact in self._model.metadata_props:
+            fact.value = self._loaded.metadata.get(fact.key, fact.value)
+        return cast(bytes, self._model.SerializeToString())
+
+
+def _others(weights: Mapping[str, Any], generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Return other numbers of the same shapes."""
+    arrays = {name: np.asarray(array) for name, array in weights.items()}
+    return {name: generator.uniform(0.01, 0.1, one.shape).astype(one.dtype) for name, one in arrays.items()}
+
+
+def _arrays(graph: nn.Module) -> dict[str, np.ndarray]:
+    return {name: one.detach().numpy() for name, one in (*graph.named_parameters(), *graph.named_buffers())}
+
+
+def _check(loaded: LoadedPolicy) -> None:
     try:
-        import onnxruntime
+        import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401  # torch's exporter needs it
     except ImportError as error:
         raise OnnxError(f"onnx: {error.name} is not installed; pip install 'ddrl[onnx]'") from None
     if not hasattr(loaded.policy, "module"):
         name = loaded.config.algorithm["name"]
         raise OnnxError(f"{name}: its Policy has no module to export; add it as the guide shows")
-    data = _exported(_graph(loaded), loaded)
+
+
+def _compare(loaded: LoadedPolicy, data: bytes) -> None:
+    import onnxruntime
+
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
     if not (found := difference(loaded, session)) <= TOLERANCE:  # it may be NaN
         reason = f"in onnxruntime it differs by {found:.1e}, more than {TOLERANCE:g}"
         raise OnnxError(f"{loaded.run}@{loaded.version}: {reason}; nothing was written")
-    write_whole(path, data)
 
 
 def difference(loaded: LoadedPolicy, session: Any, *, seed: int = 0) -> float:
@@ -124,13 +179,13 @@ def _graph(loaded: LoadedPolicy) -> nn.Module:
     return _Graph(cast(Exportable, loaded.policy).module(), loaded.spaces).eval()
 
 
-def _exported(graph: nn.Module, loaded: LoadedPolicy) -> bytes:
-    """Return the file's bytes.
+def _exported(loaded: LoadedPolicy, *, optimize: bool = True) -> Any:
+    """Return the policy as an `onnx.ModelProto`; `optimize` may change its constants.
 
     Raises:
         OnnxError: a layer cannot be exported.
     """
-    state = loaded.policy.initial_state(_EXAMPLES)
+    graph, state = _graph(loaded), loaded.policy.initial_state(_EXAMPLES)
     names = ["observation", *state]
     inputs = tuple(map(torch.from_numpy, (_observations(loaded.spaces, 0), *state.values())))
     outputs = ["action"] if loaded.spaces.action_kind == "continuous" else ["action", "scores"]
@@ -139,12 +194,13 @@ def _exported(graph: nn.Module, loaded: LoadedPolicy) -> bytes:
     if len(inputs) > 1:
         outputs, sizes = [*outputs, "new_hidden"], (size, (size,) * (len(inputs) - 1))
     try:
-        program = _convert(graph, inputs, input_names=names, output_names=outputs, dynamic_shapes=sizes)
+        options: dict[str, Any] = {"input_names": names, "output_names": outputs, "dynamic_shapes": sizes}
+        program = _convert(graph, inputs, optimize=optimize, **options)
     except Exception as error:  # whatever the exporter raises
         layer, reason = _culprit(graph, inputs) or ("policy", error)
         raise OnnxError(f"{layer}: is not for ONNX ({_cause(reason)}); use another layer") from None
     program.model.metadata_props.update(loaded.metadata)
-    return cast(bytes, program.model_proto.SerializeToString())
+    return program.model_proto
 
 
 def _convert(module: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> Any:

@@ -60,6 +60,23 @@ def loaded(name: str, spec: EnvSpec, options: Options) -> policy.LoadedPolicy:
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["sac", "ppo normalized", "ppo recurrent", "sqn", "dqn noisy", "r2d2 frames"]
+)
+def test_a_template_takes_the_weights_of_any_version(
+    name: str,
+) -> None:
+    name, spec, options = case = KINDS[name]
+    template = onnx.Template(loaded(*case), make_learner(name, spec, **options).weights())
+    for version in (4, 5):
+        weights = make_learner(name, spec, seed=version, **options).weights()
+        session = onnxruntime.InferenceSession(template.filled(version, weights))
+        played = loaded(*case)
+        played.policy.load(weights)
+        assert onnx.difference(played, session, seed=50) <= onnx.TOLERANCE
+        assert session.get_modelmeta().custom_metadata_map["version"] == str(version)
+
+
 @pytest.mark.parametrize("case", KINDS.values(), ids=KINDS)
 def test_a_file_plays_as_its_policy(
     case: tuple[str, EnvSpec, Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

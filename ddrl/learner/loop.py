@@ -33,6 +33,8 @@ from ddrl.learner.core import Core
 from ddrl.learner.group import Leading
 from ddrl.learner.league import League
 from ddrl.learner.publisher import OnCheckpoint, Publisher, Shared, Tensors, decode_tensors
+from ddrl.onnx import Template
+from ddrl.policy import LoadedPolicy
 from ddrl.replay.experience import warmup_steps
 from ddrl.replay.reader import Reader, decode_range, largest_value
 from ddrl.store import runs, stream, weights
@@ -104,11 +106,16 @@ class Learner:
 
         Raises:
             LeaseLostError: another learner took over.
+            OnnxError: its policy cannot be published as ONNX.
             redis.exceptions.RedisError: the server has an outage; create a new `Learner` to try again.
         """
         shared, index = self.shared, weights.index(self._client, self._run)
         if self.core.resolved.spec.is_two_player:
             shared.league = League(index.standings, self._config.env.metrics.index(OPPONENT))
+        if self._config.weights.onnx:
+            resolved = self.core.resolved
+            acting = LoadedPolicy(resolved.policy(), self._config, resolved.spec, self._run, 0)
+            self.publisher.template = Template(acting, self._weights())
         checkpoint, latest = self.publisher.load(), index.latest
         state, counters = checkpoint or ({}, Counters())
         earlier, revision = runs.rollback(self._client, self._run)  # weights to go back to

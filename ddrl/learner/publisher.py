@@ -25,6 +25,7 @@ import torch
 from ddrl.config import RunConfig
 from ddrl.learner.league import League
 from ddrl.learner.ledger_rows import LedgerRows
+from ddrl.onnx import Template
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.reader import Decoded, Reader
 from ddrl.replay.replay import Replay
@@ -160,6 +161,8 @@ class Publisher:
         """Versions that open evaluations need."""
         self.goes_back_from: int | None = None
         """Revision of the run at which its learner has loaded weights to go back to; None if it has not."""
+        self.template: Template | None = None
+        """Of the policy's ONNX files; None: none are published."""
         self._reader: Reader | None = None  # set by `begin`
         self._checkpoint: Counters | None = None  # the newest on the server; without one nothing is trimmed
         self._trimmed_bytes = 0  # of `Shared.taken_bytes`
@@ -404,7 +407,8 @@ class Publisher:
         blob = weights.encode_weights(parameters)
         version = max(index.latest, shared.version, self._unconfirmed) + 1
         allowance = self.allowance(version)
-        drop = weights.superseded(index, **self._config.weights.model_dump(), pinned=self.pinned)
+        kept = self._config.weights.model_dump(exclude={"onnx"})
+        drop = weights.superseded(index, **kept, pinned=self.pinned)
         try:
             weights.publish(
                 *self._held,
@@ -413,6 +417,7 @@ class Publisher:
                 allowance=allowance,
                 players=self._replay.num_collectors,
                 updates=updates,
+                onnx=self.template.filled(version, parameters) if self.template is not None else b"",
                 drop=drop,
                 durability=self._config.durability,
             )

@@ -29,7 +29,11 @@ class Normalized(nn.Module):
 
     def __init__(self, mean: np.ndarray, std: np.ndarray, bound: float) -> None:
         super().__init__()
-        self._mean, self._std, self._bound = torch.from_numpy(mean), torch.from_numpy(std), bound
+        self._mean: Tensor
+        self._std: Tensor
+        self.register_buffer("_mean", torch.from_numpy(mean))
+        self.register_buffer("_std", torch.from_numpy(std))
+        self._bound = bound
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, O] -> [N, O]."""

@@ -31,6 +31,7 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | ddrl:{run}:ledger                 | hash   | learner              | learner, audit            | producer -> JSON list (see `ledger.Row`); `cursor`: the last entry covered | a field: until folded |
 | ddrl:{run}:weights                | hash   | learner              | all                       | latest and best version; bytes, time, updates of each kept one | the run's |
 | ddrl:{run}:weights:<v>            | string | learner              | collector, cli            | weights of a version, safetensors                            | until pruned |
+| ddrl:{run}:weights:<v>:onnx       | string | learner              | clients                   | the same as an ONNX file, with `weights.onnx`                | until pruned |
 | ddrl:{run}:evaluating             | hash   | learner              | evaluation worker         | the run's open evaluations                                   | a field: until its result |
 | ddrl:{run}:evaluating:<r>         | hash   | cli                  | evaluation worker         | the same of one `ddrl evaluate`                              | expires |
 | ddrl:{run}:players                | hash   | learner, worker      | learner                   | who plays each of the run's open evaluations                 | a field: until its result |
@@ -129,6 +130,11 @@ COUNTS = (
 def weights_blob(run: str, version: int) -> str:
     """Safetensors bytes of one version."""
     return of_run(run, f"weights:{version}")
+
+
+def weights_onnx(run: str, version: int) -> str:
+    """The same as an ONNX file."""
+    return of_run(run, f"weights:{version}:onnx")
 
 
 def _of_requester(run: str, requester: str = "", *, name: str) -> str:

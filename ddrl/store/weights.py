@@ -118,19 +118,23 @@ def publish(
     allowance: int,
     updates: int,
     players: int = 1,
+    onnx: bytes = b"",
     drop: tuple[int, ...] = (),
     durability: Durability = "process",
 ) -> None:
     """Store a version, make it the latest, set the allowance and drop old versions, all or nothing.
 
-    `players` is the number of collectors that share the allowance, `durability` that of the run.
+    `players` is the number of collectors that share the allowance, `onnx` the version as an ONNX file, `durability`
+    that of the run.
 
     Raises:
         LeaseLostError: another learner took over.
     """
-    script_keys = [keys.state(run), keys.weights(run), keys.allowance(run), keys.weights_blob(run, version)]
-    script_keys += [keys.weights_blob(run, old) for old in drop]
-    args = (version, len(blob), blob, allowance, updates, players, *drop)
+    script_keys = [keys.state(run), keys.weights(run), keys.allowance(run)]
+    script_keys += [
+        key(run, one) for one in (version, *drop) for key in (keys.weights_blob, keys.weights_onnx)
+    ]
+    args = (version, len(blob) + len(onnx), blob, allowance, updates, players, onnx, *drop)
     call(client, "publish", script_keys, [token, *args], durability=durability)
 
 

@@ -674,9 +674,11 @@ class Scripts(RuleBasedStateMachine):
         version, blob = self.versions[name], b"weights %d" % self.versions[name]
         fields = {"allowance": (run.steps if run else 0) + more, "updates": 10 * version, "players": players}
         dropped = tuple(sorted(run.blobs)[:-drop]) if run and drop else ()
+        onnx = b"onnx" * (version % 2)
 
         def act(token: int) -> None:
-            weights.publish(self.client, name, token, version=version, blob=blob, drop=dropped, **fields)
+            more = {"onnx": onnx, "drop": dropped, **fields}
+            weights.publish(self.client, name, token, version=version, blob=blob, **more)
 
         if self.write(name, age, act) and run:
             assert version > run.version  # versions only grow
@@ -1475,7 +1477,9 @@ class Scripts(RuleBasedStateMachine):
         assert all(weights.get(self.client, name, version) == blob for version, blob in run.blobs.items())
         assert not {field.encode() for field in keys.COUNTS} & {*self.client.hkeys(keys.state(name))}
         blobs = self.client.keys(keys.weights_blob(name, 0)[:-1] + "*")
-        assert {key.decode() for key in blobs} == {keys.weights_blob(name, version) for version in run.blobs}
+        files = {keys.weights_onnx(name, version) for version in run.blobs if version % 2}
+        versions = {keys.weights_blob(name, version) for version in run.blobs}
+        assert {key.decode() for key in blobs} == versions | files
         parts = set(run.stray)
         if run.checkpoint is not None:
             token, number, blob, meta = run.checkpoint

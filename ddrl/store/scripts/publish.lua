@@ -1,17 +1,21 @@
 -- fenced
 -- Store a version of the weights, make it the latest, set the allowance and drop old versions.
--- KEYS: 1 state (hash), 2 weights (hash), 3 allowance (stream), 4 blob of the version (string), then blobs to drop.
--- ARGV: 1 token, 2 version, 3 bytes, 4 blob, 5 allowance, 6 updates, 7 collectors that share the allowance, then the
---       versions to drop in the order of their keys.
+-- KEYS: 1 state (hash), 2 weights (hash), 3 allowance (stream), 4 and 5 blob of the version and its ONNX file (strings),
+--       then the two of each version to drop.
+-- ARGV: 1 token, 2 version, 3 bytes, 4 blob, 5 allowance, 6 updates, 7 collectors that share the allowance,
+--       8 ONNX file, or empty, then the versions to drop in the order of their keys.
 -- Answer: 1.
 redis.call('SET', KEYS[4], ARGV[4])
+if ARGV[8] ~= '' then
+  redis.call('SET', KEYS[5], ARGV[8])
+end
 -- `latest`, and the fields <version> = bytes, <version>:updates, and <version>:ms, the time by the server's clock.
 local now = redis.call('TIME')
 redis.call('HSET', KEYS[2], 'latest', ARGV[2], ARGV[2], ARGV[3], ARGV[2] .. ':updates', ARGV[6],
   ARGV[2] .. ':ms', now[1] * 1000 + math.floor(now[2] / 1000))
-for i = 5, #KEYS do  -- KEYS[5] goes with ARGV[8]
-  redis.call('DEL', KEYS[i])
-  redis.call('HDEL', KEYS[2], ARGV[i + 3], ARGV[i + 3] .. ':updates', ARGV[i + 3] .. ':ms')
+for i = 9, #ARGV do
+  redis.call('DEL', KEYS[2 * i - 12], KEYS[2 * i - 11])
+  redis.call('HDEL', KEYS[2], ARGV[i], ARGV[i] .. ':updates', ARGV[i] .. ':ms')
 end
 local id = redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'allowance', ARGV[5], 'version', ARGV[2])
 note_allowed(KEYS[1], ARGV[5])

@@ -1,4 +1,4 @@
-"""The actor in C: it is compiled, joins a run, and what it appends is CartPole as gymnasium has it."""
+"""The actors in C and in JavaScript join a run, and what they append is CartPole as gymnasium has it."""
 
 from __future__ import annotations
 
@@ -21,33 +21,55 @@ from ddrl import codec, config
 from ddrl.store import keys, runs
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = {"evaluation.every_s": 5, "evaluation.confirm_episodes": 20}
+OPTIONS = {"evaluation.every_s": 5, "evaluation.confirm_episodes": 20, "weights.onnx": True}
+
+
+@pytest.fixture(scope="module", params=["c", pytest.param("js", marks=pytest.mark.long)])
+def language(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program; without a compiler or hiredis the tests are skipped."""
-    compiler = shutil.which("cc")
-    program = tmp_path_factory.mktemp("c") / "actor"
+def actor(language: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command of the program; the tests are skipped where it cannot be made."""
+    folder = tmp_path_factory.mktemp(language)
+    return in_c(folder) if language == "c" else in_javascript(folder)
+
+
+def in_c(folder: Path) -> list[str]:
+    compiler, program = shutil.which("cc"), folder / "actor"
     if compiler is None or not Path("/usr/include/hiredis/hiredis.h").exists():
         pytest.skip("needs a C compiler and hiredis: apt-get install gcc libhiredis-dev")
     source = ROOT / "clients" / "c" / "actor.c"
     command = [compiler, "-O3", "-Wall", "-Wextra", "-Werror", "-o", program, source, "-lhiredis", "-lm"]
     subprocess.run(command, check=True)
-    return program
+    return [str(program)]
+
+
+def in_javascript(folder: Path) -> list[str]:
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node is None or npm is None:
+        pytest.skip("needs node and npm")
+    for name in ("actor.js", "package.json"):
+        shutil.copy(ROOT / "clients" / "js" / name, folder)
+    done = subprocess.run([npm, "install", "--ignore-scripts"], cwd=folder, capture_output=True, timeout=200)
+    if done.returncode:
+        pytest.skip(f"npm cannot install its packages: {done.stderr.decode(errors='replace')[-200:]}")
+    return [node, str(folder / "actor.js")]
 
 
 Play = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def play(actor: Path, server) -> Iterator[Play]:
+def play(actor: list[str], language: str, server) -> Iterator[Play]:
     """Starts an actor on the test's server; ends it with the test."""
     begun: list[subprocess.Popen[str]] = []
 
     def play(run: str, **environment: str) -> subprocess.Popen[str]:
         output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [actor, str(server.socket), "0", run]
+        at = [str(server.socket), "0"] if language == "c" else [f"unix://{server.socket}"]
+        command = [*actor, *at, run]
         begun.append(subprocess.Popen(command, env={**os.environ, **environment}, **output))
         return begun[-1]
 
@@ -62,7 +84,7 @@ def made(server, **options: Any) -> Run:
     return Run(server, run=start(server.client, settings))
 
 
-def test_it_plays_cartpole_under_the_newest_weights(server, play: Play) -> None:
+def test_it_plays_cartpole_under_the_newest_weights(server, play: Play, language: str) -> None:
     run = made(server, **{"replay.samples_per_insert": 0.5})
     learner = run.learner()
     with training(learner):
@@ -82,7 +104,9 @@ def test_it_plays_cartpole_under_the_newest_weights(server, play: Play) -> None:
     audit = run.audit()
     assert run.dead == [] and audit.total("consumed") + audit.total("waiting") == len(run.entries)
     fragments = [codec.decode(entry.fields) for entry in run.entries]
-    assert {one.host for one in fragments} == {"c"} and len({one.policy_version for one in fragments}) > 2
+    assert {one.host for one in fragments} == {language} and len(
+        {one.policy_version for one in fragments}
+    ) > 2
     check_dynamics(fragments)
 
 
@@ -136,7 +160,9 @@ def test_it_refuses_what_it_cannot_play(server, play: Play, change: dict[str, st
 
 
 @pytest.mark.long
-def test_a_run_is_solved_by_actors_in_c_alone(server, play: Play, processes: Processes) -> None:
+def test_a_run_is_solved_by_such_actors_alone(
+    server, play: Play, language: str, processes: Processes
+) -> None:
     """Also after the server was away, and the scripts with it."""
     run = made(server)
     processes.learner(server.url)
@@ -150,4 +176,4 @@ def test_a_run_is_solved_by_actors_in_c_alone(server, play: Play, processes: Pro
         out, err = each.communicate(timeout=SLOW_S)
         assert each.returncode == 0 and err == "", err
     hosts = {codec.decode(entry.fields).host for entry in run.entries}
-    assert hosts == {"c"} and run.dead == []
+    assert hosts == {language} and run.dead == []
