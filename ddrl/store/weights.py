@@ -130,10 +130,8 @@ def publish(
     Raises:
         LeaseLostError: another learner took over.
     """
-    script_keys = [keys.state(run), keys.weights(run), keys.allowance(run)]
-    script_keys += [
-        key(run, one) for one in (version, *drop) for key in (keys.weights_blob, keys.weights_onnx)
-    ]
+    blobs = [key(run, one) for one in (version, *drop) for key in (keys.weights_blob, keys.weights_onnx)]
+    script_keys = [keys.state(run), keys.weights(run), keys.allowance(run), *blobs]
     args = (version, len(blob) + len(onnx), blob, allowance, updates, players, onnx, *drop)
     call(client, "publish", script_keys, [token, *args], durability=durability)
 
