@@ -163,6 +163,9 @@ class ReplayConfig(Section):
     """Transitions that the learner holds."""
     max_bytes: ByteSize = Field(ByteSize(512 * 1024**2), ge=65536, json_schema_extra=LIVE)
     """Memory of the stream in Redis; collectors wait when it is used up."""
+    retain: Literal["newest", "all"] = "newest"
+    """Experience that leaves the stream: with `newest` it is gone, with `all` the learner writes it to files first, in
+    the folder `recording` of the run's folder, for `ddrl rerun` and `ddrl submit --from-data`."""
     warmup_steps: int | None = Field(None, ge=1)
     """Transitions appended before the first update. More let random play find what is rare. null: 10,000 with SAC, else
     1,000, at most the capacity."""

@@ -31,8 +31,9 @@ from ddrl.replay.reader import Decoded, Reader
 from ddrl.replay.replay import Replay
 from ddrl.store import checkpoints, connection, leases, ledger, metrics, runs, stream, weights
 from ddrl.store.checkpoints import Counters
-from ddrl.store.connection import Redis
+from ddrl.store.connection import Redis, StoreError
 from ddrl.store.evaluations import INFO
+from ddrl.store.recording import Recording
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +164,8 @@ class Publisher:
         """Revision of the run at which its learner has loaded weights to go back to; None if it has not."""
         self.template: Template | None = None
         """Of the policy's ONNX files; None: none are published."""
+        self.recording: Recording | None = None
+        """Takes what leaves the stream; None: nothing does."""
         self._reader: Reader | None = None  # set by `begin`
         self._checkpoint: Counters | None = None  # the newest on the server; without one nothing is trimmed
         self._trimmed_bytes = 0  # of `Shared.taken_bytes`
@@ -178,6 +181,7 @@ class Publisher:
         self._renew_at = self._metrics_at = now
         self._allow_at = self._shed_at = self._outage_at = 0.0
         self._stuck_at = math.inf
+        self._is_unrecorded = False
         self._missing: set[str] = set()  # of `env.metrics`, which the journal names
         self._waited_s, self._written_bytes = 0.0, 0  # for the server; of weights and checkpoints
         self._totals_before = deque([self._totals()])  # of each row within RATES_S
@@ -241,6 +245,7 @@ class Publisher:
                 self._report_entries()
             if parameters is not None and self._shared.updates > self._published_updates:
                 self._publish((self._shared.updates, parameters))
+            self._records()
             if checkpoint is not None:
                 counters, state = checkpoint
                 self._save(replace(counters, version=self._shared.version), state)
@@ -538,11 +543,24 @@ class Publisher:
     def _trim_before(self, first_kept: bytes) -> None:
         entries = self._shared.entries
         first_kept = min(first_kept, stream.following(self._ledger_cursor), key=stream.order)
-        if not entries or stream.order(first_kept) <= stream.order(entries[0][0]):
+        if not entries or stream.order(first_kept) <= stream.order(entries[0][0]) or not self._records():
             return
         stream.trim(*self._held, first_kept)
         while entries and stream.order(entries[0][0]) < stream.order(first_kept):
             self._trimmed_bytes = entries.popleft()[1]
+
+    def _records(self) -> bool:
+        """Record what the stream has; return whether that succeeded. Until it does nothing is trimmed."""
+        if self.recording is not None:
+            try:
+                self.recording.catch_up()
+            except StoreError as error:
+                if not self._is_unrecorded:
+                    log.warning("%s; until then nothing leaves the stream", error)
+                self._is_unrecorded = True
+                return False
+        self._is_unrecorded = False
+        return True
 
     @property
     def _stream_bytes(self) -> int:

@@ -141,7 +141,7 @@ def _entries(client: Redis, run: str, folder: Path | None) -> Iterator[stream.En
         if entry.counted and entry.counted[0] != expected:
             where = folder or "the server"
             raise StoreError(
-                f"{run}: {where} lacks fragment {expected:,}; record a run from its beginning (`ddrl record`)"
+                f"{run}: {where} lacks fragment {expected:,}; keep all of a run's: replay.retain: all, or `ddrl record`"
             )
         expected += 1
         yield entry

@@ -51,14 +51,16 @@ class Recording:
     def __init__(self, client: Redis, run: str, folder: Path) -> None:
         self._client, self._run, self._folder = client, run, folder
         self._key, self._fragments = keys.experience(run), 0
+        self._segment, self._end = 1, 0  # the newest file, and the bytes of its whole entries
         self.last, self.num_entries, self.num_steps, self.num_bytes, self.num_missed = b"0-0", 0, 0, 0, 0
         state = runs.state(client, run)
         if (folder / FILE).exists():
             if (found := _described(folder))["run"] != run:
                 raise StoreError(f"{folder}: is a recording of {found['run']}; name another folder")
-            for entry in entries(folder):
-                self._count(entry)
-            _cut(folder)
+            for path in _segments(folder):
+                self._segment, self._end = int(path.stem), 0
+                for entry, self._end in _read(path):
+                    self._count(entry)
         config, spaces = runs.spec(client, run), asdict(runs.spaces(client, run))
         about = {"format": FORMAT, "run": run, "versions": state.versions, "config": config, "spaces": spaces}
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,17 +77,16 @@ class Recording:
         return self.num_entries > before
 
     def _write(self, page: Sequence[Entry]) -> None:
-        segments = _segments(self._folder)
-        path = segments[-1] if segments else self._folder / "000001.resp"
+        if self._end >= SEGMENT_BYTES:
+            self._segment, self._end = self._segment + 1, 0
+        path = self._folder / f"{self._segment:06}.resp"
         try:
-            if segments and path.stat().st_size >= SEGMENT_BYTES:
-                path = self._folder / f"{int(path.stem) + 1:06}.resp"
             with path.open("ab") as file:
+                file.truncate(self._end)  # a part of a page that could not be written before
                 file.writelines(_command(self._key, entry) for entry in page)
         except OSError as error:
-            raise StoreError(
-                f"{path}: cannot be written ({error.strerror}); the same command goes on"
-            ) from None
+            raise StoreError(f"{path}: cannot be written ({error.strerror}); make room there") from None
+        self._end = path.stat().st_size
         for entry in page:
             self._count(entry)
 
@@ -224,14 +225,6 @@ def _read(path: Path) -> Iterator[tuple[Entry, int]]:
                 raise StoreError(
                     f"{path}: is damaged after byte {end:,}; remove it and those after it"
                 ) from None
-
-
-def _cut(folder: Path) -> None:
-    """Remove the part of an entry at the end of the last segment, which a killed writer left."""
-    for path in _segments(folder)[-1:]:
-        ends = [end for _, end in _read(path)]
-        with path.open("r+b") as file:
-            file.truncate(ends[-1] if ends else 0)
 
 
 def _command(key: str, entry: Entry) -> bytes:

@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from support.runs import target_config
 from ddrl import codec
 from ddrl.learner import loop, publisher
 from ddrl.learner.loop import Learner
-from ddrl.store import connection, keys, stream, weights
+from ddrl.store import connection, keys, recording, stream, weights
+from ddrl.store.recording import Recording
 from ddrl.types import Fragment
 
 MIB = 1024**2
@@ -137,6 +139,32 @@ def test_a_full_stream_forces_a_checkpoint_and_a_trim_and_play_goes_on(server, f
             assert run.state.live_bytes <= 65536
         run.catch_up(learner)
     assert learner.counters.admitted == run.state.appended_fragments
+
+
+def test_what_leaves_the_stream_is_recorded_first(
+    server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While it cannot be, nothing leaves the stream."""
+    replay = {"capacity": 300, "samples_per_insert": 1, "slack_steps": 4000}
+    run = Run(server, target_config(replay=replay, learner={"checkpoint_every_s": 1}, stop={"return": None}))
+    (tmp_path / "000001.resp").mkdir()  # in the way
+    learner = run.learner()
+    learner.publisher.recording = Recording(run.client, run.id, tmp_path)
+
+    def has_gone_on() -> bool:
+        run.play(100)
+        run.catch_up(learner)
+        return len(run.entries) < run.state.appended_fragments - 10
+
+    with training(learner):
+        until(lambda: has_gone_on() or "until then nothing leaves the stream" in caplog.text)
+        assert len(run.entries) == run.state.appended_fragments
+        (tmp_path / "000001.resp").rmdir()
+        until(has_gone_on)
+    learner.finish()
+    recorded = list(recording.entries(tmp_path))
+    assert len(recorded) == run.state.appended_fragments and recorded[-len(run.entries) :] == run.entries
+    assert caplog.text.count("until then nothing leaves the stream") == 1
 
 
 # --- refusals --------------------------------------------------------------------------------------------

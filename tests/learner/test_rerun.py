@@ -76,7 +76,7 @@ def test_from_a_recording_when_the_stream_was_trimmed(
     Recording(one.client, one.id, tmp_path / "a").catch_up()
     one.client.xtrim(keys.experience(one.id), minid=one.entries[3].entry_id, approximate=False)
     monkeypatch.setenv(connection.URL_VARIABLE, one.url)
-    assert f"{one.id}: the server lacks fragment 1; record a run" in refused("rerun", one.id)
+    assert f"{one.id}: the server lacks fragment 1; keep all of a run's" in refused("rerun", one.id)
     found = call_json("rerun", one.id, "--from", str(tmp_path / "a"))
     assert found["differs"] is None and found["equal"] == sorted(one.index.sizes)
     assert "versions equal bit for bit" in call("rerun", one.id, "--from", str(tmp_path / "a"))
