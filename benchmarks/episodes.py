@@ -2,9 +2,10 @@
 
     python benchmarks/episodes.py seeds      # env steps/s of a collector
     python benchmarks/episodes.py replay     # steps/s
+    python benchmarks/episodes.py same       # 170 of each of six environments: are they equal?
     python benchmarks/episodes.py backfill   # 50 versions of a lander's policy on two processes, and here one by one
 
-The first two on one core, in turns, by the time of the processor; medians, and the ratio of pairs.
+`seeds` and `replay` on one core, in turns, by the time of the processor; medians, and the ratio of pairs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +27,11 @@ def settings(env_id: str) -> Any:
     """Return the config of a run of an environment."""
     from ddrl.config import validate
 
-    algorithm = {"name": "dqn" if env_id == "CartPole-v1" else "sac"}
-    return validate({"name": "episodes", "env": {"id": env_id, "num_envs": 16}, "algorithm": algorithm})
+    algorithm = {"name": "sac" if env_id in ENVS[1:] else "dqn"}
+    if "ALE" in env_id:
+        algorithm["network"] = "nature"
+    env = {"id": env_id, "num_envs": 16}
+    return validate({"name": "episodes", "env": env, "algorithm": algorithm})
 
 
 def collecting(env_id: str, *, is_seeded: bool) -> Callable[[float], float]:
@@ -82,35 +87,65 @@ def seeds(rounds: int, seconds: float) -> None:
         )
 
 
+def recorded(client: Any, blocking: Any, env_id: str, goal: Callable[[str], bool]) -> str:
+    """Play a new run by fresh weights until a goal is reached; return its id."""
+    import torch
+
+    from ddrl.algorithms import base
+    from ddrl.runs import submit
+    from ddrl.store import leases, runs, stream, weights
+    from ddrl.worker.segment import Players, play
+
+    config = settings(env_id)
+    run = submit.create(client, config, submit.prepare(config))
+    token = leases.acquire(client, run, host="benchmark", folder="-", ttl_ms=3_600_000)
+    assert token is not None
+    learner = base.resolve(config, runs.spaces(client, run)).learner(device=torch.device("cpu"), seed=1)
+    blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+    players, allowance = Players(), 0
+    while not goal(run):
+        allowance += 40_000
+        weights.publish(
+            client, run, token, version=allowance // 40_000, blob=blob, allowance=allowance, updates=0
+        )
+        while runs.state(client, run).appended_steps < allowance:
+            stream.claim(client, run, 1)
+            play(client, blocking, players, run)
+    return run
+
+
+def same(num: int) -> None:
+    """Play so many episodes of each of six environments again, and count those that are the same bit for bit."""
+    from ddrl.runs import episodes
+    from ddrl.store import connection
+
+    print("| env | episodes | steps | the same bit for bit |\n|---|---|---|---|")
+    with server() as url:
+        client, blocking = connection.connect(url), connection.connect_blocking(url)
+        for env_id in (*ENVS, "FrozenLake-v1", "ALE/Pong-v5"):
+            run = recorded(client, blocking, env_id, lambda run: len([*episodes.read(client, run)]) >= num)
+            some = sorted(episodes.read(client, run), key=lambda one: (one.producer, one.lane, one.begin))
+            with episodes.Replayer(client, run) as replayer:
+                found = [replayer.play(one).difference for one in some[:num]]
+            steps = sum(one.length for one in some[:num])
+            print(f"| {env_id} | {len(found)} | {steps:,} | {found.count('')} |", flush=True)
+            for difference in filter(None, found):
+                print(difference, file=sys.stderr)
+
+
 def replays(rounds: int) -> None:
     """Print the speed of episodes that are played again."""
     from ddrl import envs
-    from ddrl.algorithms import base
-    from ddrl.runs import episodes, submit
-    from ddrl.store import connection, runs, stream, weights
-    from ddrl.worker.segment import Players, play
+    from ddrl.runs import episodes
+    from ddrl.store import connection, runs
 
     print("| env | episodes | again, steps/s | bare steps/s | ratio |\n|---|---|---|---|---|")
     with server() as url:
         client, blocking = connection.connect(url), connection.connect_blocking(url)
         for env_id in ENVS:
-            config = settings(env_id)
-            run = submit.create(client, config, submit.prepare(config))
-            import torch
-
-            from ddrl.store import leases
-
-            token = leases.acquire(client, run, host="benchmark", folder="-", ttl_ms=3_600_000)
-            assert token is not None
-            learner = base.resolve(config, runs.spaces(client, run)).learner(
-                device=torch.device("cpu"), seed=1
+            run = recorded(
+                client, blocking, env_id, lambda run: runs.state(client, run).appended_steps >= 40_000
             )
-            blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
-            weights.publish(client, run, token, version=0, blob=blob, allowance=40_000, updates=0)
-            players = Players()
-            while runs.state(client, run).appended_steps < 40_000:
-                stream.claim(client, run, 1)
-                play(client, blocking, players, run)
             known = [one for one in episodes.read(client, run) if one.seeded]
             some = sorted(known, key=lambda one: (one.producer, one.lane, one.begin))[:200]
             ratios, speeds = [], []
@@ -129,7 +164,7 @@ def replays(rounds: int) -> None:
                         for one in some
                     ]
                 started = time.process_time()
-                made = envs.make_one(config.env)
+                made = envs.make_one(settings(env_id).env)
                 for one, actions in zip(some, taken, strict=True):
                     made.reset(seed=one.seed if one.seed >= 0 else None)
                     for action in actions:
@@ -149,7 +184,6 @@ def backfill() -> None:
     The versions are the newest of a lander that has learned for 40 s.
     """
     import subprocess
-    import sys
 
     from ddrl import policy
     from ddrl.runs.evaluation import score
@@ -204,13 +238,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("seeds", "replay", "backfill"))
+    parser.add_argument("what", choices=("seeds", "replay", "same", "backfill"))
     parser.add_argument("--rounds", type=int, default=6, help="of replay; of seeds five times as many")
     parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--episodes", type=int, default=170, help="of each environment, for same")
     arguments = parser.parse_args()
     print(heading("Recorded episodes") + "\n")
     if arguments.what == "backfill":
         return backfill()
+    if arguments.what == "same":
+        return same(arguments.episodes)
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
     if arguments.what == "seeds":
         seeds(5 * arguments.rounds, arguments.seconds)

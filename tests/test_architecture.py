@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,12 @@ FORBIDDEN = {
 PICKLING = {f"{verb}_{noun}" for verb in ("pack", "unpack") for noun in ("array", "array2", "tensor")}
 
 
+parsed = cache(ast.parse)
+
+
+LAST = {name.rpartition(".")[2] for name in FORBIDDEN | PICKLING}
+
+
 class Import(NamedTuple):
     module: str  # dotted; "ddrl.store" for `from ddrl import store`
     line: int
@@ -64,7 +71,7 @@ def unit_of(path: str) -> str:
 
 def imports(source: str, path: str) -> Iterator[Import]:
     """Every import statement of a file, relative ones resolved."""
-    package, tree = Path(path).parent.parts, ast.parse(source)
+    package, tree = Path(path).parent.parts, parsed(source)
     guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
     for_types = {node for guard in guards for child in guard.body for node in ast.walk(child)}
     for node in ast.walk(tree):
@@ -117,7 +124,7 @@ def spelled_keys(source: str, path: str) -> list[str]:
         return []
     return [
         f"{path}:{node.lineno}: {node.value[:40]!r} spells a key; use ddrl.store.keys"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and re.search(r"\bddrl:(?![\s*])", node.value)
@@ -128,8 +135,9 @@ def dangerous(source: str, path: str) -> list[str]:
     """Whatever unpickles, evaluates text or runs a shell."""
     modules = [found for found in imports(source, path) if found.module.split(".")[0] in PICKLES]
     found = [f"{path}:{one.line}: {one.module} pickles" for one in modules]
-    for node in ast.walk(ast.parse(source)):
-        names = [ast.unparse(node)] if isinstance(node, ast.Name | ast.Attribute) else []
+    for node in ast.walk(parsed(source)):
+        last = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+        names = [ast.unparse(node)] if last in LAST else []
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.keyword) and node.arg in ("shell", "allow_pickle"):

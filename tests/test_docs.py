@@ -173,7 +173,7 @@ def test_commands_of_other_pages_run(page: Path, home: Path, processes: Processe
         shell(processes, None, f"ddrl pause {run}")
         here = {  # what a page names -> what there is
             r"(?<=^compare RUN )RUN": "last",
-            r"\bRUN\b|\b[a-z]+-\d{4}-\d{6}-s\d-\w{4}\b|(?<=^set )last|(?<=--from )last": run,
+            r"\bRUN\b|\b[a-z]+(?:-[a-z]+)*-\d{4}-\d{6}-s\d-\w{4}\b|(?<=^set )last|(?<=--from )last": run,
             r"(?<=@)\d+": str(listed(f"versions {run}")[0]["version"]),
             r"(?<=/)\d+-\d+-\d+-\d+": listed(f"episodes {run}")[-1]["episode"],
             r"(?<=^submit )configs": str(ROOT / "configs"),

@@ -120,6 +120,7 @@ def test_a_run_is_solved_by_another_learner_after_kill_9_of_the_first(server, pr
     assert weights.index(client, run).latest > 2
 
 
+@pytest.mark.long
 def test_on_policy_drops_what_a_suspended_process_played_and_is_solved(server, processes: Processes) -> None:
     client = server.client
     processes.celery(server.url)

@@ -46,6 +46,7 @@ OTHERS = {"own"} | {  # it has no module; to a policy these are as others here
     *("r2d2 rmsprop", "impala adam", "ppo", "dqn", "impala normalized", "r2d2 soft", "discrete sac", "pqn"),
 }
 KINDS = {name: case for name, case in (CASES | MORE).items() if name not in OTHERS}
+IMAGES = {"sac images", "discrete sac images", "bc images", "iql images", "pqn images"}  # alike here
 
 
 def loaded(name: str, spec: EnvSpec, options: Options) -> policy.LoadedPolicy:
@@ -77,7 +78,13 @@ def test_a_template_takes_the_weights_of_any_version(
         assert session.get_modelmeta().custom_metadata_map["version"] == str(version)
 
 
-@pytest.mark.parametrize("case", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.long] * (name in IMAGES))
+        for name, case in KINDS.items()
+    ],
+)
 def test_a_file_plays_as_its_policy(
     case: tuple[str, EnvSpec, Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,16 +47,27 @@ def chances(loaded: policy.LoadedPolicy, rows: np.ndarray) -> np.ndarray:
     return np.stack([1 - bets, bets], axis=1)
 
 
-def test_the_average_of_the_versions_plays_poker_close_to_the_equilibrium(
-    server: PrivateServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of fictitious self-play (Heinrich et al. 2015): the policy itself goes round the equilibrium."""
+def learned(server: PrivateServer, version: int) -> Run:
+    """Return a run of poker that has reached a version."""
     run = Run(server, validate(KUHN))
     with training(run.learner()), playing(run.url, run.id):
-        until(lambda: run.index.latest >= 40, timeout_s=300)
+        until(lambda: run.index.latest >= version, timeout_s=300)
+    return run
+
+
+@pytest.mark.long
+def test_the_average_of_the_versions_plays_poker_close_to_the_equilibrium(server: PrivateServer) -> None:
+    """As of fictitious self-play (Heinrich et al. 2015): the policy itself goes round the equilibrium."""
+    run = learned(server, 40)
     kept = [policy.from_run(run.client, run.id, version) for version in range(0, 41, 4)]
     assert exploitability(lambda rows: chances(kept[0], rows)) > 0.3
     assert exploitability(lambda rows: np.mean([chances(one, rows) for one in kept], axis=0)) < 0.1
+
+
+def test_versions_are_rated_and_played_against(
+    server: PrivateServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = learned(server, 6)
     standings = run.index.standings
     assert standings.keys() == run.index.sizes.keys()
     assert sum(standing.games for standing in standings.values()) > 100

@@ -153,7 +153,10 @@ def test_target_is_solved_off_policy(options: Options) -> None:
     assert learn(run, target=-0.2, most_steps=15_000, evaluate_every=2_000).return_mean >= -0.2
 
 
-@pytest.mark.parametrize("options", [{"network": "conv"}, {"network": OWN, "num_quantiles": 11}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"network": "conv"}, marks=pytest.mark.long), {"network": OWN, "num_quantiles": 11}],
+)
 def test_sac_solves_dial_from_pixels(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     """At random -6.6; a policy that ignores the image gets -3.3 at best."""
     monkeypatch.setenv("DDRL_ALLOW_MODULES", ALLOWED)
@@ -194,7 +197,13 @@ def test_a_gauge_is_read_from_its_image_and_its_sign(
     assert outcome.return_mean >= close, outcome
 
 
-@pytest.mark.parametrize("options", [(), ("double=true", "dueling=true", "prioritized=true", "n_step=3")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), marks=pytest.mark.long),
+        ("double=true", "dueling=true", "prioritized=true", "n_step=3"),
+    ],
+)
 def test_dqn_solves_catch_from_pixels(options: tuple[str, ...]) -> None:
     """84x84 pixels, within 12,000 steps; at random -0.71."""
     settings = [

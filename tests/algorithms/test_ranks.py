@@ -78,7 +78,7 @@ def assert_learns_together(
         assert all(torch.equal(other[name], value) for other in others), name
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [name for name in CASES if name not in LEFT_OUT])
 def test_ranks_learn_what_one_learner_learns(case: str, size: int) -> None:
     name, spec, options = CASES[case]

@@ -40,12 +40,12 @@ def sweep(processes: Processes, url: str, path: Path) -> Any:
 def test_the_best_of_some_trials(server: Any, tmp_path: Path) -> None:
     """More trials later go on from those before."""
     with Processes(tmp_path) as processes:
-        report = sweep(processes, server.url, study(tmp_path))
-        assert [row["status"] for row in report["trials"]] == ["complete"] * 2
+        report = sweep(processes, server.url, study(tmp_path, trials=1))
+        assert [row["status"] for row in report["trials"]] == ["complete"]
         first = {row["trial"]: row["run"] for row in report["trials"]}
-        report = sweep(processes, server.url, study(tmp_path, trials=3))
+        report = sweep(processes, server.url, study(tmp_path))
     rows = report["trials"]
-    assert len(rows) == 3 and first.items() <= {row["trial"]: row["run"] for row in rows}.items()
+    assert len(rows) == 2 and first.items() <= {row["trial"]: row["run"] for row in rows}.items()
     assert [row["value"] for row in rows] == sorted((row["value"] for row in rows), reverse=True)
     assert report["best"] == rows[0] and rows[0]["value"] > -0.6
     for row in rows:

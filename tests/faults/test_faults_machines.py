@@ -92,6 +92,7 @@ def test_a_process_killed_before_its_first_fragment(fleet: Fleet, tmp_path: Path
         runs.reactivate(fleet.client, fleet.run)
 
 
+@pytest.mark.long
 def test_a_machine_gone_while_another_is_there(fleet: Fleet) -> None:
     other = fleet.start_worker("-c", "1")
     fleet.processes.until(lambda: len(fleet.nodes()) == 2)
@@ -152,6 +153,7 @@ def test_a_message_delivered_twice(fleet: Fleet) -> None:
     assert fleet.audit().total("duplicates") == 0  # two tasks played: two producers, nothing repeated
 
 
+@pytest.mark.long
 def test_messages_delivered_again_as_they_are_acknowledged_late(fleet: Fleet) -> None:
     (fleet.processes.folder / "late.py").write_text(LATE)
     command = ("late", fleet.server.url, *["-m", "celery", "-A", "late", "worker", "-c", "1", "-l", "info"])
@@ -160,6 +162,7 @@ def test_messages_delivered_again_as_they_are_acknowledged_late(fleet: Fleet) ->
         fleet.processes.until(lambda: deliveries(*late, fleet.worker) > 1, 60.0)
 
 
+@pytest.mark.long
 def test_clocks_that_are_an_hour_off(fleet: Fleet) -> None:
     folder = fleet.processes.folder / "shifted"
     folder.mkdir()

@@ -48,6 +48,7 @@ def test_submit_twice_ends_at_once_and_can_be_resumed(signum, server, processes:
     assert ledger.audit(server.client, run).is_balanced
 
 
+@pytest.mark.long
 def test_submit_by_sigterm_once_stops_cleanly(server, processes: Processes) -> None:
     command, run = submit(processes, server)
     assert end(command, signal.SIGTERM, 1, within_s=15.0) == 130  # checkpoint, artifacts, then workers

@@ -159,6 +159,7 @@ def recorded(
         yield Recorded(tmp_path, stack, *KINDS[request.param])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recorded", KINDS if EXACT else ["off-policy"], indirect=True)
 def test_history(recorded: Recorded) -> None:
     fleet, server = recorded, recorded.server

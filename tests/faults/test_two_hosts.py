@@ -92,6 +92,7 @@ def folder(hosts: tuple[Host, Host]) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.long
 def test_a_run_on_two_hosts_outlives_a_pulled_cable(
     hosts: tuple[Host, Host], folder: Path, processes: Processes
 ) -> None:

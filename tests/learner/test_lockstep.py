@@ -99,6 +99,7 @@ def test_learners_killed_at_random_end_as_one_never_killed(name: str, server, dr
     assert killed.audit().total("consumed") == killed.state.appended_fragments
 
 
+@pytest.mark.long
 def test_a_killed_process_ends_as_one_never_killed(server, processes: Processes, draw: random.Random) -> None:
     """Recurrent, prioritized replay, whose state is the largest."""
     undisturbed, killed = in_lockstep(server, recall_config(), 1000, samples_per_insert=32)

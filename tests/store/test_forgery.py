@@ -193,7 +193,6 @@ ATTACKS: dict[str, Attack] = {
     "the largest id, trimmed": write_late_ids(LARGEST, maxlen=0),
     "late ids": write_late_ids("7258118400000-0", f"9999999999998-{2**64 - 1}", f"{2**64 - 2}-0"),
     "wide entries": write_wide_entries,
-    "all nodes leave": drain,
     "heartbeats": write_heartbeats,
     "stolen numbers": steal_numbers,
     "claims and crashes": claim,
@@ -201,7 +200,13 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+@pytest.mark.parametrize(
+    "attack",
+    [
+        *(pytest.param(attack, id=name) for name, attack in ATTACKS.items()),
+        pytest.param(drain, id="all nodes leave", marks=pytest.mark.long),  # they are believed for a minute
+    ],
+)
 def test_a_run_goes_on_to_its_end(
     roles: Roles,
     worker: redis.Redis,
