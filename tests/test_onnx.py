@@ -12,13 +12,16 @@ import torch
 from redis import Redis
 from support import commands
 from support.algorithms import CONTINUOUS, DISCRETE, Options, make_learner, make_policy
-from support.runs import publish_initial, start
+from support.learners import Run, finished
+from support.private_server import PrivateServer, until
+from support.runs import publish_initial, start, target_config
 from support.store import take
 from support.subjects import CASES
 from torch import Tensor, nn
 
 from ddrl import onnx, policy
 from ddrl.config import validate
+from ddrl.store import keys
 from ddrl.types import EnvSpec
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'ddrl[onnx]'")
@@ -102,6 +105,24 @@ def test_a_file_plays_as_its_policy(
     expected = played.policy.act(seen, state)
     assert action.dtype == expected.dtype and action.shape == expected.shape
     assert np.allclose(action, expected, atol=1e-5)
+
+
+def test_each_version_of_a_run_is_published_as_a_file_too(
+    server: PrivateServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(server, target_config(weights={"onnx": True}, learner={"publish_every_s": 0.1}))
+    run.play(400)
+    with finished(run):
+        until(lambda: run.index.latest >= 2)
+    for version, size in run.index.sizes.items():
+        data = run.client.get(keys.weights_onnx(run.id, version))
+        played, session = policy.from_run(run.client, run.id, version), onnxruntime.InferenceSession(data)
+        assert onnx.difference(played, session) <= onnx.TOLERANCE
+        assert size == len(data) + len(policy.weights_blob(run.client, run.id, version))
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "docs")
+    toy = {"env": {"id": "ddrl/Pick-v0"}, "algorithm": {"name": "docs.own_algorithm"}}
+    with pytest.raises(onnx.OnnxError, match="its Policy has no module to export"):
+        Run(server, validate(toy | {"weights": {"onnx": True}})).learner()
 
 
 class Odd(nn.Module):

@@ -404,7 +404,7 @@ class _Attempt:
             ConfigError: the server's memory cannot hold the run to its end.
         """
         learner = self._learner
-        parameters = _num_bytes(learner.algorithm.weights())
+        parameters = _num_bytes(learner.algorithm.weights()) * (2 if self._config.weights.onnx else 1)
         checkpoint = _num_bytes(learner.algorithm.state())
         if learner.replay.state():  # a full replay adds 4 bytes of priority per item
             checkpoint += 4 * self._config.replay.capacity

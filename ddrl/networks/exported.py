@@ -27,10 +27,11 @@ def mlp(layers: Sequence[Layer], activation: str) -> nn.Sequential:
 class Normalized(nn.Module):
     """Observations [N, O] in deviations from their mean, clipped at `bound` of them."""
 
+    _mean: Tensor
+    _std: Tensor
+
     def __init__(self, mean: np.ndarray, std: np.ndarray, bound: float) -> None:
         super().__init__()
-        self._mean: Tensor
-        self._std: Tensor
         self.register_buffer("_mean", torch.from_numpy(mean))
         self.register_buffer("_std", torch.from_numpy(std))
         self._bound = bound
