@@ -138,7 +138,8 @@ def restore(
         state = runs.state(client, run)
         if state.reason != RECORDED:
             raise StoreError(
-                f"{folder}: its run {run} is on this server; `ddrl learner --shadow {run}` learns from what that has"
+                f"{folder}: its run {run} is on this server; `ddrl learner --shadow {run}` learns from what that has, "
+                "`ddrl delete` makes room for the recording"
             )
         if state.appended_steps:
             return run
