@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 from support.fault_fleet import ENDLESS, Fleet, fleet_of
 
-from ddrl.store import ledger, quarantine, runs, weights
+from ddrl import codec
+from ddrl.store import ledger, quarantine, runs, stream, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.long]
-SECTIONS = ENDLESS | {"learner": {"publish_every_s": 0.2, "checkpoint_every_s": 2}}
+SECTIONS = ENDLESS | {
+    "learner": {"publish_every_s": 0.2, "checkpoint_every_s": 2},
+    "weights": {"keep_last": 200},
+}
 
 
 def ddrl(fleet: Fleet, *words: str) -> dict[str, object]:
@@ -32,7 +36,8 @@ def go_back(fleet: Fleet, draw: random.Random) -> None:
 
 
 def put_aside(fleet: Fleet, draw: random.Random) -> None:
-    version = fleet.state().version - draw.randint(1, 3)
+    entry = draw.choice(stream.newest(fleet.client, fleet.run, 20))
+    version = codec.decode(entry.fields).policy_version
     ddrl(fleet, "quarantine", fleet.run, "--versions", str(version))
 
 
