@@ -82,7 +82,7 @@ class Template:
     def __init__(self, loaded: LoadedPolicy, weights: Mapping[str, Any]) -> None:
         _check(loaded)
         self._loaded, generator = loaded, np.random.default_rng(0)
-        # Where all numbers are different, a constant of the file is known by its values.
+        # All numbers are made different, so that a constant of the file is known by its values.
         loaded.policy.load(_others(weights, generator))
         names = {array.tobytes(): name for name, array in _arrays(_graph(loaded)).items()}
         self._model = _exported(loaded, optimize=False)

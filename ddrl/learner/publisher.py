@@ -163,7 +163,7 @@ class Publisher:
         self.goes_back_from: int | None = None
         """Revision of the run at which its learner has loaded weights to go back to; None if it has not."""
         self.template: Template | None = None
-        """Of the policy's ONNX files; None: none are published."""
+        """Makes the policy's ONNX files; None: none are published."""
         self.recording: Recording | None = None
         """Takes what leaves the stream; None: nothing does."""
         self._reader: Reader | None = None  # set by `begin`
