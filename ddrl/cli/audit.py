@@ -9,7 +9,7 @@ import typer
 
 from ddrl.cli.format import counted, picked
 from ddrl.cli.output import Json, Run, emit, note, progress, say, server_of, table
-from ddrl.store import ledger, runs
+from ddrl.store import ledger, quarantine, runs
 
 MAX_ROWS = 40  # of balanced producers
 COUNTS = ("appended", "consumed", "waiting", "trimmed", "refused", "duplicates", "difference")
@@ -25,7 +25,11 @@ def audit(
         state = runs.state(client, run)
         with progress("read {:,} of at most {:,} entries", quiet=json_output) as show_progress:
             found = ledger.audit(client, run, on_entries=show_progress)
-    report = _report(run, state.status, found)
+        from ddrl.runs.fragments import covered
+
+        rules, _ = quarantine.read(client, run)
+        left_out = covered(client, run, rules).under_any if rules else 0
+    report = _report(run, state.status, found) | {"quarantined": left_out}
     if json_output:
         emit(report)
     elif report["producers"]:
@@ -68,6 +72,10 @@ def _show(report: Mapping[str, Any], *, goes_on: bool, everyone: bool) -> None:
         say(f"{run}: balanced: {total['appended']:,} appended = {' + '.join(parts)}")
     if report["unknown"]:
         say(f"{report['unknown']:,} entries that no append wrote; they are in no producer's account")
+    if report["quarantined"]:
+        say(
+            f"{counted(report['quarantined'], 'fragment')} in the stream in quarantine (`ddrl quarantine {run}`)"
+        )
     if goes_on and total["waiting"]:
         say("waiting: appended after the learner's last report, which is less than a second old")
     elif total["waiting"]:

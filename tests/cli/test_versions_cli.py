@@ -115,6 +115,9 @@ def test_quarantine_lists_adds_and_lifts(server, played: str) -> None:
     [rule] = report["rules"]
     assert (rule["rule"], rule["what"]) == (1, "versions 4 to 4") and 100 <= rule["env_steps"] < 200
     assert report["fragments"] == rule["fragments"] < report["of"]
+    assert call_json("audit", run)["quarantined"] == rule["fragments"] and "in quarantine" in call(
+        "audit", run
+    )
     call("quarantine", run, "--host", "elsewhere")
     assert [row["fragments"] for row in call_json("quarantine", run)["rules"]] == [rule["fragments"], 0]
     assert "versions 4 to 4" in call("quarantine", run)
