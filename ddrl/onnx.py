@@ -84,11 +84,13 @@ class Template:
         self._loaded, generator = loaded, np.random.default_rng(0)
         # All numbers are made different, so that a constant of the file is known by its values.
         loaded.policy.load(_others(weights, generator))
-        names = {array.tobytes(): name for name, array in _arrays(_graph(loaded)).items()}
+        arrays = _arrays(_graph(loaded)).items()
+        names = {array.tobytes(): name for name, array in arrays if array.dtype.kind == "f"}
         self._model = _exported(loaded, optimize=False)
         constants = self._model.graph.initializer
         self._places = [(one, names[one.raw_data]) for one in constants if one.raw_data in names]
-        _compare(loaded, self.filled(0, _others(weights, generator)))
+        for given in (_others(weights, generator), weights):
+            _compare(loaded, self.filled(0, given))
 
     def filled(self, version: int, weights: Mapping[str, Any]) -> bytes:
         """Return the file of a version."""

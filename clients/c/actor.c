@@ -1,7 +1,7 @@
 /* An actor of ddrl in C: plays CartPole for a run whose policy is a DQN with a ReLU network. Written from docs/wire.md.
 
        cc -O3 -o actor actor.c -lhiredis -lm
-       DDRL_PASSWORD=... ./actor HOST PORT RUN      # or the path of a socket for HOST
+       DDRL_USER=ddrl-worker DDRL_PASSWORD=... ./actor HOST PORT RUN      # or the path of a socket for HOST
 
    It ends when the run ends. Every call has a deadline; after an outage it connects again and repeats its last append,
    which the server counts once. */
@@ -216,13 +216,13 @@ static int port, is_ready, is_told; /* logged in; of an outage */
 /* Send a command; connect first where there is no connection. NULL after an outage, in which it waits a moment. */
 static redisReply *ask(int argc, const char **argv, const size_t *lengths) {
   struct timeval deadline = {10, 0};
-  const char *password = getenv("DDRL_PASSWORD");
+  const char *user = getenv("DDRL_USER"), *password = getenv("DDRL_PASSWORD");
   redisReply *reply = NULL;
   if (!server)
     server = *host == '/' ? redisConnectUnixWithTimeout(host, deadline) : redisConnectWithTimeout(host, port, deadline);
   if (server && !server->err && !is_ready) {
     redisSetTimeout(server, deadline);
-    if (password && (reply = redisCommand(server, "AUTH %s", password)) && reply->type == REDIS_REPLY_ERROR)
+    if (password && (reply = redisCommand(server, "AUTH %s %s", user ? user : "default", password)) && reply->type == REDIS_REPLY_ERROR)
       fail("%s:%d: %s", host, port, reply->str);
     if (reply) freeReplyObject(reply);
     is_ready = 1;
@@ -330,15 +330,15 @@ int main(int argc, char **argv) {
     char answer = *reply->element[0]->str; /* GO, WAIT, YIELD or STOPPED */
     freeReplyObject(reply);
     is_over = answer == 'S';
-    for (int waits = answer != 'G'; waits && !is_over;) {
-      if (answer == 'W') { /* for the learner */
+    for (int waits = answer != 'G', is_ahead = answer == 'W'; waits && !is_over;) {
+      if (is_ahead) { /* of the learner */
         reply = get(6, "XREAD", "BLOCK", "500", "STREAMS", stream, after);
-        waits = reply->type == REDIS_REPLY_NIL;
+        is_ahead = reply->type == REDIS_REPLY_NIL;
         freeReplyObject(reply);
       } else usleep(200000);
       const char *status = state(run, "status");
       int is_paused = !strcmp(status, "paused");
-      waits = (waits && answer == 'W') || is_paused, is_over = !is_paused && strcmp(status, "active");
+      waits = is_ahead || is_paused, is_over = !is_paused && strcmp(status, "active");
       left = MOST_T * N;
     }
     if (answer != 'G' && !is_over) version = atol(state(run, "version"));

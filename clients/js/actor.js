@@ -2,7 +2,7 @@
    from docs/wire.md.
 
        npm install --ignore-scripts      # a script of onnxruntime-node would fetch libraries for GPUs
-       DDRL_PASSWORD=... node actor.js redis://127.0.0.1:6379 RUN      # or unix:///path/of/a/socket
+       DDRL_USER=ddrl-worker DDRL_PASSWORD=... node actor.js redis://127.0.0.1:6379 RUN      # or unix:///path/of/a/socket
 
    It ends when the run ends. Every call has a deadline; after an outage it connects again and repeats its last append,
    which the server counts once. */
@@ -50,7 +50,9 @@ async function load(version, weights, file) {
   const { epsilon } = JSON.parse(weights.toString("utf8", 8, 8 + length));
   if (!epsilon) fail(`version ${version}: has no epsilon, so it is not a DQN's`);
   policy.epsilon = weights.readFloatLE(8 + length + epsilon.data_offsets[0]);
+  const before = policy.session;
   policy.session = await ort.InferenceSession.create(file, { intraOpNumThreads: 1 });
+  await before?.release();
   policy.version = version;
 }
 
@@ -128,9 +130,10 @@ function fieldsOf(columns, facts) {
 
 const [url, run] = process.argv.slice(2);
 if (!run || process.argv.length !== 4) fail("use: actor.js URL RUN");
-const reconnectStrategy = 500; // ms
-const at = url.startsWith("unix://") ? { socket: { path: url.slice(7), reconnectStrategy } } : { url, socket: { reconnectStrategy } };
-const client = createClient({ ...at, password: process.env.DDRL_PASSWORD, commandOptions: { timeout: DEADLINE_MS } });
+const socket = { reconnectStrategy: 500, connectTimeout: DEADLINE_MS, socketTimeout: DEADLINE_MS };
+const place = url.startsWith("unix://") ? { socket: { path: url.slice(7), ...socket } } : { url, socket };
+const { DDRL_USER: username, DDRL_PASSWORD: password } = process.env;
+const client = createClient({ username, password, ...place, commandOptions: { timeout: DEADLINE_MS } });
 const key = (name) => `ddrl:{${run}}:${name}`;
 let isTold = false;
 client.on("error", (error) => {
@@ -153,12 +156,12 @@ async function ask(words, typeMapping = {}) {
 }
 
 const state = async (field) => (await ask(["HGET", key("state"), field])) ?? "";
-const bytes = (name) => ask(["GET", key(name)], { [RESP_TYPES.BLOB_STRING]: Buffer });
 
 /* Play with a version of the weights, if the server still keeps it. */
 async function use(version) {
   if (version === policy.version || version < 0) return;
-  const [weights, file] = [await bytes(`weights:${version}`), await bytes(`weights:${version}:onnx`)];
+  const names = [`weights:${version}`, `weights:${version}:onnx`].map(key);
+  const [weights, file] = await ask(["MGET", ...names], { [RESP_TYPES.BLOB_STRING]: Buffer });
   if (weights && file) await load(version, weights, file);
   else if (weights) fail(`run ${run}: publishes no ONNX files; submit it with -s weights.onnx=true`);
 }
@@ -179,13 +182,12 @@ async function append(sha, who, steps, fields, lengths, playedMs, processMs) {
 
 /* Wait until the run goes on; return whether it is over. */
 async function wait(answer, after) {
-  for (;;) {
-    let waits = answer === "WAIT"; // for the learner
-    if (waits) waits = !(await ask(["XREAD", "BLOCK", "500", "STREAMS", key("allowance"), after]));
+  for (let isAhead = answer === "WAIT"; ; ) {
+    if (isAhead) isAhead = !(await ask(["XREAD", "BLOCK", "500", "STREAMS", key("allowance"), after])); // of the learner
     else await sleep(200);
     const status = await state("status");
     if (status !== "active" && status !== "paused") return true;
-    if (status === "active" && !waits) return false;
+    if (status === "active" && !isAhead) return false;
   }
 }
 

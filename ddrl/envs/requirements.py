@@ -158,9 +158,15 @@ def check_learner(config: RunConfig) -> None:
 
     Raises:
         UnfitError: a module of the user's is not allowed or cannot be imported; with hindsight also where the
-            environment's package is missing.
+            environment's package is missing, with weights.onnx where those of ONNX are.
     """
-    _check_code(config, socket.gethostname(), plays=bool(config.replay.hindsight))
+    host = socket.gethostname()
+    _check_code(config, host, plays=bool(config.replay.hindsight))
+    for package in ("onnxruntime", "onnxscript") if config.weights.onnx else ():
+        if importlib.util.find_spec(package) is None:
+            raise UnfitError(
+                f"host {host}: weights.onnx: {package} is not installed; pip install 'ddrl[onnx]'"
+            )
 
 
 def _check_code(config: RunConfig, host: str, *, plays: bool) -> None:

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ FOLD_EVERY_S = 60.0
 WAKES_PER_S = 2_000  # collectors that a raised allowance wakes, at most
 CHECKPOINT_BYTES_PER_S = 1e6  # average load of checkpoints on the server, at most
 RATES_S = 10.0  # over which rates are measured
+RECORD_AGAIN_S = 1.0  # after a recording could not be written
 RETURNS_LENGTH = 20  # training episodes whose mean is a metric
 HIGH = 0.85  # share of `replay.max_bytes` at which making room begins
 LEAST_HIGH = 0.5  # the same where entries are large
@@ -164,8 +166,9 @@ class Publisher:
         """Revision of the run at which its learner has loaded weights to go back to; None if it has not."""
         self.template: Template | None = None
         """Makes the policy's ONNX files; None: none are published."""
-        self.recording: Recording | None = None
-        """Takes what leaves the stream; None: nothing does."""
+        self.folder: Path | None = None
+        """Of a recording of what leaves the stream; None: there is none."""
+        self._recording: Recording | None = None
         self._reader: Reader | None = None  # set by `begin`
         self._checkpoint: Counters | None = None  # the newest on the server; without one nothing is trimmed
         self._trimmed_bytes = 0  # of `Shared.taken_bytes`
@@ -181,7 +184,7 @@ class Publisher:
         self._renew_at = self._metrics_at = now
         self._allow_at = self._shed_at = self._outage_at = 0.0
         self._stuck_at = math.inf
-        self._is_unrecorded = False
+        self._record_at, self._is_unrecorded, self._num_unrecorded = 0.0, False, 0
         self._missing: set[str] = set()  # of `env.metrics`, which the journal names
         self._waited_s, self._written_bytes = 0.0, 0  # for the server; of weights and checkpoints
         self._totals_before = deque([self._totals()])  # of each row within RATES_S
@@ -218,7 +221,8 @@ class Publisher:
         shared.ledger.changes()
         self._freeing(lambda: ledger.replace(*self._held, rows, cursor))
         self._ledger_cursor = cursor
-        if self._checkpoint is not None:  # entries that only the former learner's replay held
+        # Entries that only the former learner's replay held.
+        if self._checkpoint is not None and self._records():
             stream.trim(*self._held, self._checkpoint.oldest.encode())
         self._published_updates = shared.updates
         if parameters is None:
@@ -414,6 +418,7 @@ class Publisher:
         allowance = self.allowance(version)
         kept = self._config.weights.model_dump(exclude={"onnx"})
         drop = weights.superseded(index, **kept, pinned=self.pinned)
+        file = self.template.filled(version, parameters) if self.template is not None else b""
         try:
             weights.publish(
                 *self._held,
@@ -422,14 +427,14 @@ class Publisher:
                 allowance=allowance,
                 players=self._replay.num_collectors,
                 updates=updates,
-                onnx=self.template.filled(version, parameters) if self.template is not None else b"",
+                onnx=file,
                 drop=drop,
                 durability=self._config.durability,
             )
         except connection.UNREACHABLE:
             self._unconfirmed = version
             raise
-        self._written_bytes += len(blob)
+        self._written_bytes += len(blob) + len(file)
         shared.version, self._allowed, self._published_updates = version, allowance, updates
         if shared.weights is finished:  # the training thread may have finished others meanwhile
             shared.weights = None
@@ -501,7 +506,8 @@ class Publisher:
             if freed:
                 shared.largest_bytes = 0
             # Junk of a worker may fill the stream behind fragments that wait for others, which find no room then.
-            is_stuck = not freed and self._replay.num_waiting > 0 and self._replay.has_room()
+            is_stuck = not freed and not self._is_unrecorded
+            is_stuck = is_stuck and self._replay.num_waiting > 0 and self._replay.has_room()
         now = time.monotonic()
         self._stuck_at = min(self._stuck_at, now + STUCK_S) if is_stuck else math.inf
         shared.drops_waiting = now >= self._stuck_at
@@ -551,15 +557,21 @@ class Publisher:
 
     def _records(self) -> bool:
         """Record what the stream has; return whether that succeeded. Until it does nothing is trimmed."""
-        if self.recording is not None:
-            try:
-                self.recording.catch_up()
-            except StoreError as error:
-                if not self._is_unrecorded:
-                    log.warning("%s; until then nothing leaves the stream", error)
-                self._is_unrecorded = True
-                return False
+        now, folder = time.monotonic(), self.folder
+        if folder is None or now < self._record_at:
+            return folder is None
+        try:
+            self._recording = self._recording or Recording(self._client, self._run, folder)
+            self._recording.catch_up()
+        except (StoreError, connection.ReplyTooLongError) as error:
+            if not self._is_unrecorded:
+                log.warning("%s; until then nothing leaves the stream", error)
+            self._record_at, self._is_unrecorded = now + RECORD_AGAIN_S, True
+            return False
         self._is_unrecorded = False
+        if (missed := self._recording.num_missed) > self._num_unrecorded:
+            self.note("not recorded", f"{missed:,} fragments left the stream before {folder} had them")
+            self._num_unrecorded = missed
         return True
 
     @property

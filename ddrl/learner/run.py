@@ -37,7 +37,6 @@ from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
 from ddrl.store import connection, learners, leases, local_checkpoints, logs, runs, weights
 from ddrl.store.connection import LeaseLostError, Redis, RunGoneError, StoreError
-from ddrl.store.recording import Recording
 
 log = logging.getLogger(__name__)
 
@@ -384,8 +383,8 @@ class _Attempt:
         ranks = self._peer.form(token, config, self._interrupted)
         core = Core(reader_client, run, config, resolved, device=device, ranks=ranks)
         self._learner = Learner(client, token, config, core, on_checkpoint=self._save_locally)
-        if config.replay.retain == "all":
-            self._learner.publisher.recording = Recording(client, run, self._folder / "recording")
+        if config.replay.retain == "all" and not runs.state(client, run).reads:
+            self._learner.publisher.folder = self._folder / "recording"
         self._resources.callback(ranks.leave)
         self._resources.callback(self._learner.close)
         max_crashes, send = config.rollout.max_crashes, celery.send_rollout

@@ -7,6 +7,7 @@ is the command XADD with its id, as it goes over the wire (RESP).
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from typing import Any, cast
 import hiredis
 
 from ddrl.config import ConfigError, RunConfig, first_line, validate
-from ddrl.store import keys, leases, runs, stream
+from ddrl.store import capped_streams, keys, leases, runs, stream
 from ddrl.store.connection import Redis, StoreError
 from ddrl.store.local_checkpoints import write_whole
 from ddrl.store.stream import Entry
@@ -26,6 +27,7 @@ FORMAT = 1
 FILE = "run.json"
 SEGMENT_BYTES = 64 * 1024**2
 CHUNK_BYTES = 1024**2  # read from a file at once
+COUNTED = ("num_entries", "num_steps", "num_bytes", "num_missed", "_fragments", "_segment")
 COUNTS = ("appended_fragments", "appended_steps", "appended_bytes")
 RECORDED = "recorded"  # reason of the end of a run that was put back
 
@@ -53,37 +55,61 @@ class Recording:
         self._key, self._fragments = keys.experience(run), 0
         self._segment, self._end = 1, 0  # the newest file, and the bytes of its whole entries
         self.last, self.num_entries, self.num_steps, self.num_bytes, self.num_missed = b"0-0", 0, 0, 0, 0
-        state = runs.state(client, run)
+        versions, config = runs.state(client, run).versions, runs.spec(client, run)
+        self._about = {"format": FORMAT, "run": run, "versions": versions, "config": config}
+        self._about["spaces"] = asdict(runs.spaces(client, run))
         if (folder / FILE).exists():
-            if (found := _described(folder))["run"] != run:
+            found = _described(folder)
+            if found["run"] != run:
                 raise StoreError(f"{folder}: is a recording of {found['run']}; name another folder")
-            for path in _segments(folder):
+            self.last = found["whole"]["last"].encode()
+            for name in COUNTED:
+                setattr(self, name, found["whole"][name])
+            for path in _segments(folder)[self._segment - 1 :]:
                 self._segment, self._end = int(path.stem), 0
                 for entry, self._end in _read(path):
                     self._count(entry)
-        config, spaces = runs.spec(client, run), asdict(runs.spaces(client, run))
-        about = {"format": FORMAT, "run": run, "versions": state.versions, "config": config, "spaces": spaces}
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / FILE, json.dumps(about, indent=1).encode())
+        else:
+            self._describe()
 
     def catch_up(self) -> bool:
-        """Write what has been appended since; return whether there was anything."""
-        newest = stream.newest(self._client, self._run, 1)
-        before = self.num_entries
-        for page in stream.pages(
-            self._client, self._run, self.last, newest[0].entry_id if newest else b"0-0"
-        ):
+        """Write what has been appended since; return whether there was anything.
+
+        Raises:
+            StoreError: it cannot be written, or the stream has begun again.
+        """
+        newest, before = stream.newest(self._client, self._run, 1), self.num_entries
+        if not newest:
+            return False
+        until = min(newest[0].entry_id, capped_streams.latest(self._client), key=stream.order)
+        if stream.order(until) < stream.order(self.last):
+            raise StoreError(f"{self._folder}: is ahead of the stream of {self._run}; move it away")
+        for page in stream.pages(self._client, self._run, self.last, until):
             self._write(page)
         return self.num_entries > before
+
+    def _describe(self) -> None:
+        """Write what the run is, and the counts of the segments before the newest one."""
+        whole = {name: getattr(self, name) for name in COUNTED} | {"last": self.last.decode()}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._folder / FILE, json.dumps(self._about | {"whole": whole}, indent=1).encode())
+        except OSError as error:
+            raise StoreError(
+                f"{self._folder}: cannot be written ({error.strerror}); make room there"
+            ) from None
 
     def _write(self, page: Sequence[Entry]) -> None:
         if self._end >= SEGMENT_BYTES:
             self._segment, self._end = self._segment + 1, 0
+            self._describe()
         path = self._folder / f"{self._segment:06}.resp"
         try:
             with path.open("ab") as file:
                 file.truncate(self._end)  # a part of a page that could not be written before
                 file.writelines(_command(self._key, entry) for entry in page)
+                file.flush()
+                os.fsync(file.fileno())  # the stream may be trimmed now
         except OSError as error:
             raise StoreError(f"{path}: cannot be written ({error.strerror}); make room there") from None
         self._end = path.stat().st_size
@@ -139,7 +165,7 @@ def restore(
         if state.reason != RECORDED:
             raise StoreError(
                 f"{folder}: its run {run} is on this server; `ddrl learner --shadow {run}` learns from what that has, "
-                "`ddrl delete` makes room for the recording"
+                "`ddrl delete` (without --files) makes room for the recording"
             )
         if state.appended_steps:
             return run
@@ -199,7 +225,10 @@ def _described(folder: Path) -> dict[str, Any]:
             )
         if not re.fullmatch(r"[a-z0-9-]{1,80}", about["run"]):  # it becomes part of keys
             raise ValueError
-        return {name: about[name] for name in ("run", "versions", "config", "spaces")}
+        about["whole"] = {name: int(about["whole"][name]) for name in COUNTED} | {
+            "last": about["whole"]["last"]
+        }
+        return {name: about[name] for name in ("run", "versions", "config", "spaces", "whole")}
     except (OSError, ValueError, TypeError, KeyError):
         raise StoreError(f"{folder}: is no recording; `ddrl record RUN -o {folder}` makes one") from None
 

@@ -74,6 +74,20 @@ def test_what_left_the_stream_before_is_counted(server: PrivateServer, tmp_path:
     assert Recording(run.client, run.id, tmp_path).num_missed == missed
 
 
+def test_late_ids_are_left_until_they_are_lowered_and_a_stream_that_began_again_is_refused(
+    server: PrivateServer, tmp_path: Path
+) -> None:
+    run = played(server)
+    record = Recording(run.client, run.id, tmp_path)
+    run.client.xadd(keys.experience(run.id), {"x": 1}, id="7258118400000-0")
+    assert record.catch_up() and list(entries(tmp_path)) == run.entries[:-1] and not record.catch_up()
+    run.client.delete(keys.experience(run.id))
+    assert not record.catch_up()
+    run.client.xadd(keys.experience(run.id), {"x": 1}, id="5-0")
+    with pytest.raises(StoreError, match="is ahead of the stream of .*; move it away"):
+        record.catch_up()
+
+
 def test_another_server_learns_from_it(
     server: PrivateServer, other_server: PrivateServer, tmp_path: Path
 ) -> None:
