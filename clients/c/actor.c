@@ -222,9 +222,9 @@ static redisReply *ask(int argc, const char **argv, const size_t *lengths) {
     server = *host == '/' ? redisConnectUnixWithTimeout(host, deadline) : redisConnectWithTimeout(host, port, deadline);
   if (server && !server->err && !is_ready) {
     redisSetTimeout(server, deadline);
-    if (password && (reply = redisCommand(server, "AUTH %s %s", user ? user : "default", password)) && reply->type == REDIS_REPLY_ERROR)
-      fail("%s:%d: %s", host, port, reply->str);
-    if (reply) freeReplyObject(reply);
+    if (password) reply = redisCommand(server, "AUTH %s %s", user ? user : "default", password);
+    if (reply && reply->type == REDIS_REPLY_ERROR) fail("%s:%d: %s", host, port, reply->str);
+    freeReplyObject(reply);
     is_ready = 1;
   }
   reply = server && !server->err ? redisCommandArgv(server, argc, argv, lengths) : NULL;
@@ -250,14 +250,31 @@ static redisReply *get(int argc, ...) {
     if ((reply = ask(argc, words, NULL))) return reply;
 }
 
-/* Return a field of the run's state, "" if there is none; valid until the next call. */
-static const char *state(const char *run, const char *field) {
+/* Return a field of the run, "" if there is none; valid until the next call. */
+static const char *field(const char *run, const char *of, const char *name) {
   static redisReply *last;
   char key[300];
   if (last) freeReplyObject(last);
-  snprintf(key, sizeof key, "ddrl:{%s}:state", run);
-  last = get(3, "HGET", key, field);
+  snprintf(key, sizeof key, "ddrl:{%s}:%s", run, of);
+  last = get(3, "HGET", key, name);
   return last->type == REDIS_REPLY_STRING ? last->str : "";
+}
+
+/* Wait until the run wants steps; return how many, 0 once it has ended. Its newest version goes to `version`. */
+static long await_turn(const char *run, long *version) {
+  char after[64], key[300];
+  snprintf(key, sizeof key, "ddrl:{%s}:allowance", run);
+  for (;;) {
+    snprintf(after, sizeof after, "%s", field(run, "state", "allowance_id"));
+    long left = atol(field(run, "state", "allowance")), players = atol(field(run, "state", "players"));
+    left -= atol(field(run, "counts", "appended_steps"));
+    *version = atol(field(run, "state", "version"));
+    const char *status = field(run, "state", "status");
+    if (strcmp(status, "active") && strcmp(status, "paused")) return 0;
+    if (*status == 'p' || *version < 0) usleep(200000);
+    else if (left > 0) return players > 1 ? (left + 2 * players - 1) / (2 * players) : left;
+    else freeReplyObject(get(6, "XREAD", "BLOCK", "500", "STREAMS", key, after));
+  }
 }
 
 /* Play with a version of the weights, if the server still keeps it. */
@@ -299,24 +316,23 @@ static redisReply *append(const char *run, const char *sha, const unsigned long 
 int main(int argc, char **argv) {
   if (argc != 4) fail("use: actor HOST PORT RUN");
   host = argv[1], port = atoi(argv[2]);
-  const char *run = argv[3], *wire = state(run, "wire"), *found = strstr(wire, "\"append\": \"");
-  char sha[41] = "", after[64], stream[300];
-  int format = 0, is_over = 0;
+  const char *run = argv[3], *wire = field(run, "state", "wire"), *found = strstr(wire, "\"append\": \"");
+  char sha[41] = "";
+  int format = 0;
   if (!*wire) fail("run %s: not on this server", run);
   sscanf(wire, "{\"format\": %d", &format);
   if (format != 1) fail("run %s: speaks format %d, this actor 1; use a newer actor", run, format);
   if (found) snprintf(sha, sizeof sha, "%.40s", found + 11);
-  if (!strstr(state(run, "spaces"), "\"env_id\": \"CartPole-v1\"")) fail("run %s: does not play CartPole-v1", run);
-  snprintf(stream, sizeof stream, "ddrl:{%s}:allowance", run);
+  if (!strstr(field(run, "state", "spaces"), "\"env_id\": \"CartPole-v1\""))
+    fail("run %s: does not play CartPole-v1", run);
   redisReply *reply = get(2, "INCR", "ddrl:producers");
   srand48(reply->integer << 16 ^ time(NULL) << 8 ^ getpid());
   unsigned long long who[4] = {reply->integer, (uint64_t)lrand48() << 16 ^ lrand48(), 0, 0}, num_steps = 0;
   freeReplyObject(reply);
   Pole poles[N];
   double started = now(), reported = started;
-  for (long version = -1, left = MOST_T * N; !is_over; who[2]++) {
-    for (use(run, version); policy.version < 0; usleep(200000)) /* nothing is published yet */
-      use(run, version = atol(state(run, "version")));
+  for (long version = -1, left = 0; left > 0 || (left = await_turn(run, &version)) > 0; who[2]++) {
+    for (use(run, version); policy.version < 0; use(run, version)) version = atol(field(run, "state", "version"));
     int T = left / N < 1 ? 1 : left / N > MOST_T ? MOST_T : left / N, is_full = 1;
     double began = now();
     play(poles, T, run, who);
@@ -325,23 +341,10 @@ int main(int argc, char **argv) {
       reply = append(run, sha, who, played_s, now() - reported);
       if ((is_full = !strcmp(reply->element[0]->str, "FULL"))) freeReplyObject(reply), usleep(250000);
     }
-    reported = now(), version = reply->element[1]->integer, left = reply->element[3]->integer;
-    snprintf(after, sizeof after, "%s", reply->element[2]->str);
     char answer = *reply->element[0]->str; /* GO, WAIT, YIELD or STOPPED */
+    reported = now(), version = reply->element[1]->integer, left = answer == 'G' ? reply->element[3]->integer : 0;
     freeReplyObject(reply);
-    is_over = answer == 'S';
-    for (int waits = answer != 'G', is_ahead = answer == 'W'; waits && !is_over;) {
-      if (is_ahead) { /* of the learner */
-        reply = get(6, "XREAD", "BLOCK", "500", "STREAMS", stream, after);
-        is_ahead = reply->type == REDIS_REPLY_NIL;
-        freeReplyObject(reply);
-      } else usleep(200000);
-      const char *status = state(run, "status");
-      int is_paused = !strcmp(status, "paused");
-      waits = is_ahead || is_paused, is_over = !is_paused && strcmp(status, "active");
-      left = MOST_T * N;
-    }
-    if (answer != 'G' && !is_over) version = atol(state(run, "version"));
+    if (answer == 'S') break;
   }
   printf("%llu steps in %.1f s: %.0f steps/s\n", num_steps, now() - started, num_steps / (now() - started));
   return 0;

@@ -1,8 +1,8 @@
-/* An actor of ddrl in JavaScript: plays CartPole for a run of a DQN that publishes ONNX files (`weights.onnx: true`). Written
-   from docs/wire.md.
+/* An actor of ddrl in JavaScript: plays CartPole for a run of a DQN that publishes ONNX files (`weights.onnx: true`).
+   Written from docs/wire.md.
 
        npm install --ignore-scripts      # a script of onnxruntime-node would fetch libraries for GPUs
-       DDRL_USER=ddrl-worker DDRL_PASSWORD=... node actor.js redis://127.0.0.1:6379 RUN      # or unix:///path/of/a/socket
+       DDRL_USER=ddrl-worker DDRL_PASSWORD=... node actor.js redis://127.0.0.1:6379 RUN    # or unix:///path/of/a/socket
 
    It ends when the run ends. Every call has a deadline; after an outage it connects again and repeats its last append,
    which the server counts once. */
@@ -180,14 +180,17 @@ async function append(sha, who, steps, fields, lengths, playedMs, processMs) {
   }
 }
 
-/* Wait until the run goes on; return whether it is over. */
-async function wait(answer, after) {
-  for (let isAhead = answer === "WAIT"; ; ) {
-    if (isAhead) isAhead = !(await ask(["XREAD", "BLOCK", "500", "STREAMS", key("allowance"), after])); // of the learner
-    else await sleep(200);
-    const status = await state("status");
-    if (status !== "active" && status !== "paused") return true;
-    if (status === "active" && !isAhead) return false;
+/* Wait until the run wants steps; return [how many, its newest version], 0 steps once it has ended. */
+async function awaitTurn() {
+  for (;;) {
+    const played = Number(await ask(["HGET", key("counts"), "appended_steps"]));
+    const names = ["status", "version", "allowance_id", "allowance", "players"];
+    const [status, newest, after, allowance, players] = await ask(["HMGET", key("state"), ...names]);
+    const version = Number(newest ?? -1), left = Number(allowance) - played;
+    if (status !== "active" && status !== "paused") return [0, version];
+    if (status === "paused" || version < 0) await sleep(200);
+    else if (left > 0) return [players > 1 ? Math.ceil(left / (2 * players)) : left, version];
+    else await ask(["XREAD", "BLOCK", "500", "STREAMS", key("allowance"), after ?? "0-0"]);
   }
 }
 
@@ -201,10 +204,11 @@ if (JSON.parse(await state("spaces")).env_id !== "CartPole-v1") fail(`run ${run}
 const producer = await ask(["INCR", "ddrl:producers"]), incarnation = randomInt(2 ** 47);
 const poles = Array.from({ length: N }, () => new Pole());
 const started = performance.now();
-let [version, left, numSteps, reported, isOver] = [-1, MOST_T * N, 0, started, false];
-for (let seq = 0; !isOver; seq++) {
-  await use(version);
-  for (; policy.version < 0; await sleep(200)) await use((version = Number(await state("version")))); // none is published yet
+let [left, version, numSteps, reported] = [0, -1, 0, started];
+for (let seq = 0; ; seq++) {
+  if (left <= 0) [left, version] = await awaitTurn();
+  if (left <= 0) break;
+  for (await use(version); policy.version < 0; await use(version)) version = Number(await state("version"));
   const T = Math.min(MOST_T, Math.max(1, Math.floor(left / N)));
   const began = performance.now();
   const columns = await play(poles, T, seq === 0);
@@ -212,11 +216,9 @@ for (let seq = 0; !isOver; seq++) {
   const fields = fieldsOf(columns, facts), lengths = columns.episode_length[2];
   const now = performance.now();
   const reply = await append(sha, [producer, incarnation, seq], T * N, fields, lengths, now - began, now - reported);
-  [reported, numSteps, version, left] = [now, numSteps + T * N, Number(reply[1]), Number(reply[3])];
-  isOver = reply[0] === "STOPPED";
-  if (isOver || reply[0] === "GO") continue;
-  isOver = await wait(reply[0], reply[2]);
-  [version, left] = [Number(await state("version")), MOST_T * N];
+  [reported, numSteps, version] = [now, numSteps + T * N, Number(reply[1])];
+  if (reply[0] === "STOPPED") break;
+  left = reply[0] === "GO" ? Number(reply[3]) : 0;
 }
 const seconds = (performance.now() - started) / 1e3;
 console.log(`${numSteps} steps in ${seconds.toFixed(1)} s: ${Math.round(numSteps / seconds)} steps/s`);

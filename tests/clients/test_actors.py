@@ -174,8 +174,11 @@ def test_a_run_is_solved_by_such_actors_alone(
     run.client.script_flush()
     processes.until(lambda: runs.state(server.client, run.id).ended)
     assert run.state.outcome == "solved"
+    num_steps = 0
     for each in playing:
         out, err = each.communicate(timeout=SLOW_S)
+        num_steps += int(out.split()[0])
         assert each.returncode == 0 and "does not answer; asks again" in err and err.count("\n") == 1, err
+    assert num_steps <= run.state.allowance + 2 * 64 * 8  # the last fragment of each
     hosts = {codec.decode(entry.fields).host for entry in run.entries}
     assert hosts == {language} and run.dead == []
