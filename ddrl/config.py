@@ -157,7 +157,7 @@ class RolloutConfig(Section):
 
 
 class ReplayConfig(Section):
-    """The replay buffer and its rate limiter; on-policy algorithms use only max_bytes."""
+    """The replay buffer and its rate limiter; on-policy algorithms use only max_bytes and retain."""
 
     capacity: int = Field(1_000_000, ge=1)
     """Transitions that the learner holds."""

@@ -209,7 +209,9 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
             f"rollout.random_until_learned: true, but {name} cannot learn from random actions; remove it"
         )
     where = f"on algorithm {name}"
-    off_policy = [option for option in type(config.replay).model_fields if option != "max_bytes"]
+    off_policy = [
+        option for option in type(config.replay).model_fields if option not in ("max_bytes", "retain")
+    ]
     _refuse_changed(config, "rollout", ["action_noise"], where)
     _refuse_changed(config, "replay", off_policy, where)
     _refuse_changed(config, "learner", ["publish_every_s", "lockstep"], where)

@@ -88,6 +88,12 @@ def test_late_ids_are_left_until_they_are_lowered_and_a_stream_that_began_again_
         record.catch_up()
 
 
+def test_runs_of_all_algorithms_may_be_recorded() -> None:
+    for name in ("ppo", "dqn"):
+        config = {"env": {"id": "CartPole-v1"}, "algorithm": {"name": name}, "replay": {"retain": "all"}}
+        submit.prepare(validate(config))
+
+
 def test_another_server_learns_from_it(
     server: PrivateServer, other_server: PrivateServer, tmp_path: Path
 ) -> None:
