@@ -47,6 +47,8 @@ def write_minari(
         parse_dataset_id(name)
     except ValueError as error:
         raise StoreError(f"--minari {name}: {first_line(error)}") from None
+    except TypeError:  # of Minari, where the version is missing
+        raise StoreError(f"--minari {name}: lacks a version; write it like {name}-v0") from None
     if (folder := Path(get_dataset_path(name))).exists():
         raise StoreError(f"--minari {name}: there is such a dataset in {folder.parent}; name another version")
     config = runs.config(client, run)

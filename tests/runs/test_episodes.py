@@ -163,6 +163,10 @@ def test_a_minari_dataset_has_what_the_environment_gave(
     assert "toy/made-v0" in commands.refused("export", run, "--minari", "toy/made-v0")
     assert "goes with none of the other options" in commands.refused("export", f"{run}@1", "--minari", "x-v0")
     assert commands.refused("export", run, "--minari", "no name!").startswith("--minari no name!: ")
+    assert (
+        commands.refused("export", run, "--minari", "toy/x")
+        == "--minari toy/x: lacks a version; write it like toy/x-v0"
+    )
     assert [path.parent.name for path in tmp_path.rglob("data")] == ["made-v0"]
 
 
