@@ -75,7 +75,8 @@ def replay(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="RUN[/EPISODE]", help="An episode of `ddrl episodes`, best, worst or last; without one all."
+            metavar="RUN[/EPISODE]",
+            help="An episode of `ddrl episodes`, best, worst or last; without one all.",
         ),
     ] = "last",
     video: Annotated[
