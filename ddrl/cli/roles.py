@@ -6,8 +6,8 @@ import logging
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated
 
 import typer
@@ -108,9 +108,10 @@ def up(
             f"{connection.URL_VARIABLE} names a server, so none is started here; unset it to use your own"
         )
     address = None if listen is None else _address(listen)
-    stop = threading.Event()
+    # A signal that interrupts an Event's wait cannot set it: it may interrupt the wait while that holds the lock.
+    ended: SimpleQueue[int] = SimpleQueue()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda *_: stop.set())
+        signal.signal(signum, lambda signum, _: ended.put(signum))
     try:
         hold = embedded.acquire()
         try:
@@ -120,7 +121,7 @@ def up(
                 where, (_, command) = "on other machines", hold.listen(*address)
             print(f"{where}: {command}", flush=True)
             note("Ctrl-C ends it; its data stay")
-            stop.wait()
+            ended.get()
         finally:
             hold.release()
     except connection.StoreError as error:

@@ -69,12 +69,15 @@ class _WentBackError(Exception):
 
 def handle_signals() -> Event:
     """Return an event that SIGTERM and SIGINT set; a second signal ends the process at once."""
-    stop = Event()
+    stop, signals = Event(), list[int]()
 
     def handle(signum: int, _: object) -> None:
-        if stop.is_set():
+        if signals:
             os._exit(128 + signum)
-        stop.set()
+        signals.append(signum)
+        Thread(
+            target=stop.set, daemon=True
+        ).start()  # the thread that is interrupted may hold the event's lock
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, handle)

@@ -524,3 +524,15 @@ def test_a_learner_that_waits_for_a_paused_run_waits_on_when_its_holder_dies(run
     assert learning.thread.is_alive() and learning.error is None
     runs.reactivate(run.client, run.id)
     until(lambda: learning.holds_after(token))
+
+
+def test_a_signal_that_comes_as_a_learner_begins_to_wait_ends_it() -> None:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    stop = run_module.handle_signals()
+    try:
+        with stop._cond:  # type: ignore[attr-defined]  # as `wait` does
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wait(10.0)
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
