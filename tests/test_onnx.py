@@ -67,9 +67,7 @@ def loaded(name: str, spec: EnvSpec, options: Options) -> policy.LoadedPolicy:
 @pytest.mark.parametrize(
     "name", ["sac", "ppo normalized", "ppo recurrent", "sqn", "dqn noisy", "r2d2 frames"]
 )
-def test_a_template_takes_the_weights_of_any_version(
-    name: str,
-) -> None:
+def test_a_template_takes_the_weights_of_any_version(name: str) -> None:
     name, spec, options = case = KINDS[name]
     template = onnx.Template(loaded(*case), make_learner(name, spec, **options).weights())
     for version in (4, 5):

@@ -167,7 +167,7 @@ class Publisher:
         self.template: Template | None = None
         """Makes the policy's ONNX files; None: none are published."""
         self.folder: Path | None = None
-        """Of a recording of what leaves the stream; None: there is none."""
+        """Where what leaves the stream is recorded; None: it is not."""
         self._recording: Recording | None = None
         self._reader: Reader | None = None  # set by `begin`
         self._checkpoint: Counters | None = None  # the newest on the server; without one nothing is trimmed
