@@ -125,9 +125,9 @@ class EnvConfig(Section):
     metrics: tuple[Annotated[str, Field(pattern=r"^[\w./-]{1,60}$")], ...] = Field((), max_length=20)
     """Keys of the info at the end of an episode, such as is_success, whose numbers are shown beside its return."""
     opponent: str = "random"
-    """The other side of a game of two players in evaluations, and for whoever plays an exported policy: `random`, or
-    your own, "module:callable", called with what the game shows its side and a NumPy generator. In training versions
-    of the policy play it, see self_play."""
+    """The other side of a game of two players in evaluations, and for whoever plays an exported policy: `random`;
+    `lookahead`, in connect four, which wins or blocks if it can at once; or your own, "module:callable", called with
+    what the game shows its side and a NumPy generator. In training versions of the policy play it, see self_play."""
     frame_stack: int = Field(1, ge=1, le=16)
     """Newest observations that networks see at once; sent and stored one by one. Usual: 4 for Atari."""
     atari: AtariConfig = AtariConfig()
@@ -286,7 +286,10 @@ class SelfPlayConfig(Section):
     """Versions that play the other side: `uniform`: each as often; `prioritized`: those more often against which the
     policy loses; `latest`: none but the policy itself."""
     latest_share: float = Field(0.5, ge=0, le=1)
-    """Share of the games that the policy plays against itself. More learns faster, less forgets less."""
+    """Share of the games against versions that the policy plays against itself. More learns faster, less forgets
+    less."""
+    opponent_share: float = Field(0.0, ge=0, le=1)
+    """Share of all training games in which env.opponent plays the other side, as it does in evaluations."""
     pool: int = Field(20, ge=1, le=1000)
     """Most versions to draw from, spread evenly over those that the server keeps."""
     opening_moves: int = Field(0, ge=0, le=1000)

@@ -25,11 +25,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "workers" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
 GUIDE = (ROOT / "docs" / "guide.md").read_text("utf-8")
-# What does not end (a learner of whatever waits, a view, the page, a recording), or needs replicas, a recording, a run
-# in lockstep or a player of the user's: other tests run these.
-ELSEWHERE = re.compile(
-    r"learner$|watch$|.* --watch|web|record|rerun|.* (durability=replica|--from-data|--opponent)"
-)
+# What does not end (a learner of whatever waits, a view, the page, a recording), or needs replicas, a recording or a
+# run in lockstep: other tests run these.
+ELSEWHERE = re.compile(r"learner$|watch$|.* --watch|web|record|rerun|.* (durability=replica|--from-data)")
 
 
 def blocks(text: str, language: str = "") -> list[str]:
@@ -172,7 +170,7 @@ def test_commands_of_other_pages_run(page: Path, home: Path, processes: Processe
         processes.until(lambda: listed(f"episodes {run}") and len(listed(f"versions {run}")) > 2)
         shell(processes, None, f"ddrl pause {run}")
         here = {  # what a page names -> what there is
-            r"(?<=^compare RUN )RUN": "last",
+            r"(?<=^compare RUN )RUN|\bconnect-four-[\w-]+": "last",
             r"\bRUN\b|\b[a-z]+(?:-[a-z]+)*-\d{4}-\d{6}-s\d-\w{4}\b|(?<=^set )last|(?<=--from )last": run,
             r"(?<=@)\d+": str(listed(f"versions {run}")[0]["version"]),
             r"(?<=/)\d+-\d+-\d+-\d+": listed(f"episodes {run}")[-1]["episode"],

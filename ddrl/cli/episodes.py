@@ -36,7 +36,7 @@ def episodes(
     from ddrl.runs.episodes import read
 
     with server_of(run) as (client, run):
-        now_s = runs.server_ms(client) / 1e3
+        now_s, can_replay = runs.server_ms(client) / 1e3, not runs.spaces(client, run).is_two_player
         found = _chosen((one for one in read(client, run) if host in (None, one.host)), num, best, worst)
     rows: list[dict[str, Any]] = [
         {
@@ -60,7 +60,8 @@ def episodes(
             figures = (row["length"], number(row["return"]))
             cells.append((row["episode"], duration(row["age_s"]), row["host"], versions, *figures))
         table(("episode", "age", "host", "version", "steps", "return"), cells, left=("host",))
-        note(f"`ddrl replay {run}/{rows[0 if best or worst else -1]['episode']}` plays one again")
+        if can_replay:
+            note(f"`ddrl replay {run}/{rows[0 if best or worst else -1]['episode']}` plays one again")
 
 
 def _chosen(found: Iterable[Episode], num: int, best: bool, worst: bool) -> list[Episode]:

@@ -29,8 +29,7 @@ def quarantine(
     since_s = seconds(since, "--since")
     with server_of(run) as (client, run):
         before, revision = store.read(client, run)
-        after = before
-        reason = ""
+        after, reason = before, ""
         if any(option is not None for option in (host, producer, versions, since)):
             if lift is not None:
                 raise InputError(f"--lift {lift}: not together with a new rule; lift it first")

@@ -102,9 +102,8 @@ def rollback(
             )
         rules, revision = quarantine.read(client, run)
         resolved = base.resolve(runs.config(client, run), runs.spaces(client, run))
-        if not (
-            keep_experience or resolved.on_policy or state.reads
-        ):  # a shadow's are another run's versions
+        # A shadow reads what another run's versions played.
+        if not (keep_experience or resolved.on_policy or state.reads):
             rules = (*rules, Rule(first_version=number + 1, last_version=latest))
         entry = {"event": "rollback", "option": "version", "from": latest, "to": number}
         entry |= {"env_steps": state.appended_steps}

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ddrl.config import AtariConfig, EnvConfig, ModuleError, WrapperConfig, first_line, load_callable
+from ddrl.envs.players import PLAYERS
 from ddrl.envs.requirements import (
     OF_GYMNASIUM,
     OF_PETTINGZOO,
@@ -388,10 +389,22 @@ def _from_pettingzoo(env: EnvConfig) -> Any:
         raise EnvError(f"{env.id}: cannot be made ({first_line(error)})") from None
 
 
-def _loaded(opponent: str) -> Callable[..., Any]:
-    """Return the opponent that "module:callable" names; an EnvError if it cannot be loaded."""
+def _opponent(env: EnvConfig) -> Callable[..., Any] | None:
+    """Return the player that `env.opponent` names; None: random moves.
+
+    Raises:
+        EnvError: it cannot be loaded, or plays another game.
+    """
+    if env.opponent == "random":
+        return None
+    if env.opponent in PLAYERS:
+        if "connect_four" not in env.id:
+            raise EnvError(
+                f"{env.id}: env.opponent {env.opponent} plays connect four only; use random or your own"
+            )
+        return PLAYERS[env.opponent]
     try:
-        return load_callable(opponent)
+        return load_callable(env.opponent)
     except ModuleError as error:
         raise EnvError(f"env.opponent: {error}") from None
 
@@ -411,7 +424,7 @@ def _game(env: EnvConfig, made: Any) -> gymnasium.Env[Any, Any]:
                 f"{env.id}: env.{name} is {value}, which games of two do not take; leave it at {default}, or change "
                 "the game itself"
             )
-    game = TwoPlayerGame(env.id, made, None if env.opponent == "random" else _loaded(env.opponent))
+    game = TwoPlayerGame(env.id, made, _opponent(env))
     if game.has_mask != env.action_mask:
         game.close()
         has, wanted = ("an", "true") if game.has_mask else ("no", "false")

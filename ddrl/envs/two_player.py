@@ -20,6 +20,9 @@ from ddrl.envs.wrappers import MASK, is_image
 Opponent = Callable[[Any, np.random.Generator], Any]
 """Returns an action for what the game shows the other side, as PettingZoo's `observe` returns it."""
 
+Draw = Callable[[], tuple[int, Callable[[np.ndarray], Any]]]
+"""Returns a version of the weights and its policy, [*O] -> action."""
+
 MOST_MOVES = 100_000  # of the game that `check` plays
 
 
@@ -69,20 +72,22 @@ class TwoPlayerGame(gymnasium.Env[np.ndarray, Any]):
         size = (flatdim(self._space) + self.num_masked,)
         keeps = is_image(self._space) and not self.has_mask
         self.observation_space = self._space if keeps else Box(-np.inf, np.inf, size, np.float32)
-        self._next: Callable[[], tuple[int, Opponent]] = lambda: (-1, opponent or self._random_move)
+        self._named = opponent or self._random_move
+        self._next: Callable[[], tuple[int, Opponent]] = lambda: (-1, self._named)
         self._opening_moves = 0
 
-    def play_against(
-        self, draw: Callable[[], tuple[int, Callable[[np.ndarray], Any]]], opening_moves: int
-    ) -> None:
+    def play_against(self, draw: Draw, *, opponent_share: float = 0.0, opening_moves: int = 0) -> None:
         """Have opponents drawn from the next reset on, and games begin with random moves.
 
         Args:
-            draw: returns a version and its policy, [*O] -> action.
+            draw: called for each game.
+            opponent_share: of the games that the opponent of the game plays as before.
             opening_moves: of both sides together, at most; each number is as likely.
         """
 
         def drawn() -> tuple[int, Opponent]:
+            if self.np_random.random() < opponent_share:
+                return -1, self._named
             version, policy = draw()
             return version, lambda shown, _: policy(self.seen(shown))
 

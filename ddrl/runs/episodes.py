@@ -292,13 +292,8 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
                 [[place]] = np.argwhere((fragment.final_index == (part.stop - 1, lane)).all(axis=1))
                 final = fragment.final_observation[place]
             names = ("observation", "action", "reward", "terminated", "truncated")
-            yield _Part(
-                first,
-                begin,
-                **{name: getattr(fragment, name)[part, lane] for name in names},
-                final=final,
-                is_last=seq == episode.end.seq,
-            )
+            columns = {name: getattr(fragment, name)[part, lane] for name in names}
+            yield _Part(first, begin, **columns, final=final, is_last=seq == episode.end.seq)
             first += len(rows)
 
     def _fragment(self, episode: Episode, entry_id: bytes) -> Fragment:

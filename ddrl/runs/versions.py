@@ -21,13 +21,9 @@ def rows(client: Redis, run: str) -> list[dict[str, Any]]:
     rows = []
     for place, version in enumerate(sorted(stored.sizes, reverse=True)):
         returns = [one for row in evaluated if row["version"] == version for one in row["returns"]]
-        published_ms, updates = stored.published[version]
-        row: dict[str, Any] = {
-            "version": version,
-            "published_s": published_ms and published_ms / 1e3,
-            "updates": updates,
-        }
-        row |= {"age_s": published_ms and (now_ms - published_ms) / 1e3, "bytes": stored.sizes[version]}
+        at_ms, updates = stored.published[version]
+        row: dict[str, Any] = {"version": version, "published_s": at_ms and at_ms / 1e3, "updates": updates}
+        row |= {"age_s": at_ms and (now_ms - at_ms) / 1e3, "bytes": stored.sizes[version]}
         mean = float(np.mean(returns)) if returns else None
         row |= {"return_mean": mean, "interval": interval(returns), "episodes": len(returns)}
         if (standing := stored.standings.get(version)) is not None:

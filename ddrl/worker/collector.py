@@ -103,7 +103,8 @@ class Collector:
             self.opponents = Opponents(config.self_play, make, self._generator)
             for env in getattr(self._vector, "envs", ()):
                 if (game := envs.two_player_game(env)) is not None:
-                    game.play_against(self._next_opponent, config.self_play.opening_moves)
+                    options = config.self_play.model_dump(include={"opponent_share", "opening_moves"})
+                    game.play_against(self._next_opponent, **options)
         self._recorder = Recorder(identity, config.env, resolved, observation, self._vector.reset_seeds)
         self._stride = resolved.sequences.stride if resolved.sequences else 1
         most = _MAX_FRAGMENT_BYTES // max(1, observation.nbytes)

@@ -12,6 +12,7 @@ from support.games import BET, PASS, KuhnPoker, Pennies, payoff, seen
 
 from ddrl import envs
 from ddrl.config import EnvConfig
+from ddrl.envs.players import lookahead
 from ddrl.envs.two_player import TwoPlayerGame
 from ddrl.envs.wrappers import Lanes
 
@@ -103,8 +104,36 @@ def test_masks_are_at_the_end_of_observations_and_allow_a_move() -> None:
 def test_opponents_are_drawn_at_each_reset() -> None:
     game = TwoPlayerGame("kuhn", KuhnPoker())
     drawn = iter(range(100))
-    game.play_against(lambda: (next(drawn), lambda row: BET if row.shape == (7,) else None), 0)
+    game.play_against(lambda: (next(drawn), lambda row: BET if row.shape == (7,) else None))
     assert [episode(game, lambda row: PASS, seed)[2]["opponent"] for seed in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_a_share_of_the_games_is_played_by_the_named_opponent() -> None:
+    game = TwoPlayerGame("kuhn", KuhnPoker(), lambda shown, generator: PASS)
+    game.play_against(lambda: (7, lambda row: BET), opponent_share=0.25)
+    versions = [episode(game, lambda row: BET, seed)[2]["opponent"] for seed in range(400)]
+    assert 60 < versions.count(-1) < 140 and versions.count(7) == 400 - versions.count(-1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "moves"),
+    [  # x to move; from the top, rows without stones left out
+        (["o......", "oxx....", "oxxx..."], {4}),
+        (["o......", "ox.....", "oxx...."], {0}),
+        (["..x....", ".xo....", "xoo.o.."], {3}),
+        (["x......", "ox.....", "oox....", "xoo...."], {3}),
+        (["xx.oo.."], {0, 1, 2, 3, 4, 5, 6}),
+        (["x......"] * 3 + ["o......"] * 3, {1, 2, 3, 4, 5, 6}),
+    ],
+)
+def test_a_player_that_looks_ahead_wins_or_blocks(rows: list[str], moves: set[int]) -> None:
+    board = np.array([*map(list, [*["." * 7] * (6 - len(rows)), *rows])])
+    shown = {
+        "observation": np.stack([board == "x", board == "o"], axis=2).astype(np.int8),
+        "action_mask": (board[0] == ".").astype(np.int8),
+    }
+    generator = np.random.default_rng(0)
+    assert {lookahead(shown, generator) for _ in range(100)} == moves
 
 
 def test_random_moves_of_several_dimensions() -> None:
@@ -121,7 +150,7 @@ def test_random_moves_of_several_dimensions() -> None:
 
 def test_an_opening_longer_than_the_game_is_played_again() -> None:
     game = TwoPlayerGame("kuhn", KuhnPoker())
-    game.play_against(lambda: (0, lambda row: BET), 1000)
+    game.play_against(lambda: (0, lambda row: BET), opening_moves=1000)
     for seed in range(30):
         episode(game, lambda row: BET, seed)
 
@@ -129,10 +158,10 @@ def test_an_opening_longer_than_the_game_is_played_again() -> None:
 def test_games_begin_with_random_moves_of_both_sides() -> None:
     game = envs.make_one(EnvConfig(**FOUR))
     assert isinstance(game, TwoPlayerGame)
-    game.play_against(lambda: (0, lambda row: int(np.flatnonzero(row[-7:])[0])), 40)
+    game.play_against(lambda: (0, lambda row: int(np.flatnonzero(row[-7:])[0])), opening_moves=40)
     stones = [int(game.reset(seed=seed)[0][:84].sum()) for seed in range(300)]
     assert min(stones) == 0 and max(stones) > 20  # games that end within the opening are left out
-    game.play_against(lambda: (0, lambda row: int(np.flatnonzero(row[-7:])[0])), 3)
+    game.play_against(lambda: (0, lambda row: int(np.flatnonzero(row[-7:])[0])), opening_moves=3)
     stones = [int(game.reset(seed=seed)[0][:84].sum()) for seed in range(300)]
     assert {*stones} == {0, 1, 2, 3, 4}  # and the opponent's next one
 
@@ -192,6 +221,7 @@ def test_a_game_in_which_nobody_loses_what_is_won() -> None:
         ({"max_episode_steps": 9}, "env.max_episode_steps is 9, which games of two do not take; leave it at None"),
         ({"kwargs": {"boards": 2}}, "env.kwargs {'boards': 2} refused"),
         ({"opponent": "nobody:play"}, "env.opponent: nobody:play: module nobody may not be imported here"),
+        ({"id": "pettingzoo/classic/tictactoe-v3", "opponent": "lookahead"}, "lookahead plays connect four only; use"),
         ({"id": "CartPole-v1", "action_mask": False, "opponent": "nobody:play"}, "this is no game of two; remove it"),
     ],
 )  # fmt: skip
