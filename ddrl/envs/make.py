@@ -400,7 +400,7 @@ def _opponent(env: EnvConfig) -> Callable[..., Any] | None:
     if env.opponent in PLAYERS:
         if "connect_four" not in env.id:
             raise EnvError(
-                f"{env.id}: env.opponent {env.opponent} plays connect four only; use random or your own"
+                f"{env.id}: env.opponent {env.opponent} is for connect four; use random or your own"
             )
         return PLAYERS[env.opponent]
     try:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +22,7 @@ from ddrl.config import ConfigError, RunConfig, first_line, validate
 from ddrl.store import capped_streams, keys, leases, runs, stream
 from ddrl.store.connection import Redis, StoreError
 from ddrl.store.local_checkpoints import write_whole
+from ddrl.store.server import try_lock, unlock
 from ddrl.store.stream import Entry
 from ddrl.types import EnvSpec
 
@@ -47,7 +50,7 @@ class Recording:
 
     Raises:
         UnknownRunError: there is no such run.
-        StoreError: the folder is another run's, or damaged.
+        StoreError: the folder is another run's, damaged, or another process records there.
     """
 
     def __init__(self, client: Redis, run: str, folder: Path) -> None:
@@ -58,6 +61,12 @@ class Recording:
         versions, config = runs.state(client, run).versions, runs.spec(client, run)
         self._about = {"format": FORMAT, "run": run, "versions": versions, "config": config}
         self._about["spaces"] = asdict(runs.spaces(client, run))
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = try_lock(folder / "lock")
+        if lock is None:
+            raise StoreError(f"{folder}: another process records there; end it first, or name another folder")
+        weakref.finalize(self, unlock, lock)
         if (folder / FILE).exists():
             found = _described(folder)
             if found["run"] != run:
@@ -91,27 +100,19 @@ class Recording:
     def _describe(self) -> None:
         """Write what the run is, and the counts of the segments before the newest one."""
         whole = {name: getattr(self, name) for name in COUNTED} | {"last": self.last.decode()}
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+        with _writing(self._folder):
             write_whole(self._folder / FILE, json.dumps(self._about | {"whole": whole}, indent=1).encode())
-        except OSError as error:
-            raise StoreError(
-                f"{self._folder}: cannot be written ({error.strerror}); make room there"
-            ) from None
 
     def _write(self, page: Sequence[Entry]) -> None:
         if self._end >= SEGMENT_BYTES:
             self._segment, self._end = self._segment + 1, 0
             self._describe()
         path = self._folder / f"{self._segment:06}.resp"
-        try:
-            with path.open("ab") as file:
-                file.truncate(self._end)  # a part of a page that could not be written before
-                file.writelines(_command(self._key, entry) for entry in page)
-                file.flush()
-                os.fsync(file.fileno())  # the stream may be trimmed now
-        except OSError as error:
-            raise StoreError(f"{path}: cannot be written ({error.strerror}); make room there") from None
+        with _writing(path), path.open("ab") as file:
+            file.truncate(self._end)  # a part of a page that could not be written before
+            file.writelines(_command(self._key, entry) for entry in page)
+            file.flush()
+            os.fsync(file.fileno())  # the stream may be trimmed now
         self._end = path.stat().st_size
         for entry in page:
             self._count(entry)
@@ -204,6 +205,15 @@ def restore(
     return run
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raise a StoreError where the path cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written ({error.strerror}); make room there") from None
+
+
 def _config(folder: Path, about: dict[str, Any]) -> tuple[RunConfig, EnvSpec]:
     try:
         return validate(about["config"]), EnvSpec.from_json(about["spaces"])
@@ -225,9 +235,8 @@ def _described(folder: Path) -> dict[str, Any]:
             )
         if not re.fullmatch(r"[a-z0-9-]{1,80}", about["run"]):  # it becomes part of keys
             raise ValueError
-        about["whole"] = {name: int(about["whole"][name]) for name in COUNTED} | {
-            "last": about["whole"]["last"]
-        }
+        whole = about["whole"]
+        about["whole"] = {name: int(whole[name]) for name in COUNTED} | {"last": whole["last"]}
         return {name: about[name] for name in ("run", "versions", "config", "spaces", "whole")}
     except (OSError, ValueError, TypeError, KeyError):
         raise StoreError(f"{folder}: is no recording; `ddrl record RUN -o {folder}` makes one") from None

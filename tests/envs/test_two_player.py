@@ -221,7 +221,7 @@ def test_a_game_in_which_nobody_loses_what_is_won() -> None:
         ({"max_episode_steps": 9}, "env.max_episode_steps is 9, which games of two do not take; leave it at None"),
         ({"kwargs": {"boards": 2}}, "env.kwargs {'boards': 2} refused"),
         ({"opponent": "nobody:play"}, "env.opponent: nobody:play: module nobody may not be imported here"),
-        ({"id": "pettingzoo/classic/tictactoe-v3", "opponent": "lookahead"}, "lookahead plays connect four only; use"),
+        ({"id": "pettingzoo/classic/tictactoe-v3", "opponent": "lookahead"}, "lookahead is for connect four; use"),
         ({"id": "CartPole-v1", "action_mask": False, "opponent": "nobody:play"}, "this is no game of two; remove it"),
     ],
 )  # fmt: skip

@@ -71,7 +71,19 @@ def test_what_left_the_stream_before_is_counted(server: PrivateServer, tmp_path:
     record.catch_up()
     missed = len(all_of_them) - record.num_entries
     assert record.num_missed == missed > 0
+    del record
     assert Recording(run.client, run.id, tmp_path).num_missed == missed
+
+
+def test_a_folder_has_one_writer_at_a_time(server: PrivateServer, tmp_path: Path) -> None:
+    run = played(server)
+    record = Recording(run.client, run.id, tmp_path)
+    record.catch_up()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="another process records there; end it first, or name another"):
+            Recording(run.client, run.id, tmp_path)
+    del record
+    assert Recording(run.client, run.id, tmp_path).num_entries == len(run.entries)
 
 
 def test_late_ids_are_left_until_they_are_lowered_and_a_stream_that_began_again_is_refused(
