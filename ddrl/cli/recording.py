@@ -14,13 +14,15 @@ from ddrl.cli.output import InputError, Json, Run, answer, note, progress, serve
 from ddrl.store import runs
 from ddrl.store.recording import Recording
 
-HERE = Path("recording")
+FOLDER = Path("recording")
 POLL_S = 0.5
 
 
 def record(
     run: Run = "last",
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder; one that is there goes on.")] = HERE,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder; one that is there goes on.")
+    ] = FOLDER,
     json_output: Json = False,
 ) -> None:
     """Write a run's experience to a folder, to learn from it elsewhere, until the run ends."""
