@@ -15,7 +15,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space, flatdim,
 from ddrl.envs.requirements import EnvError
 
 MOST_SEED = 2**31
-SEED_STEPS = 100
+SEED_STEPS = 250
 MASK = "action_mask"  # in an info, or of a Dict observation
 
 
