@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import commands
 from support.commands import call, call_json
 from support.games import exploitability
@@ -13,10 +14,12 @@ from support.learners import Run, playing, training
 from support.private_server import PrivateServer, until
 
 from ddrl import envs, policy
+from ddrl.algorithms import base
 from ddrl.config import ConfigError, validate
 from ddrl.runs import submit
 from ddrl.runs.episodes import Replayer
 from ddrl.store import connection, weights
+from ddrl.worker.collector import Collector
 
 KUHN: dict[str, Any] = {
     "env": {"id": "support.games:KuhnPoker", "num_envs": 32},
@@ -94,6 +97,24 @@ def test_discrete_sac_and_dqn_play_against_earlier_versions_under_masks(server: 
             until(lambda run=run: sum(one.games for one in run.index.standings.values()) > 20, timeout_s=120)
         assert not run.dead
         run.audit()
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, {7}), (0.5, {-1, 7}), (1.0, {-1})])
+def test_the_player_of_the_evaluations_plays_its_share_of_the_training(
+    share: float, expected: set[int]
+) -> None:
+    env = {**FOUR["env"], "opponent": "lookahead", "metrics": ["opponent"]}
+    config = validate({"env": env, "algorithm": {"name": "ppo"}, "self_play": {"opponent_share": share}})
+    resolved = base.resolve(config, submit.prepare(config))
+    collector = Collector(
+        run="r", producer=1, incarnation=1, config=config, resolved=resolved, random_until_learned=False
+    )
+    collector.load(7, resolved.learner(device=torch.device("cpu"), seed=1).weights())
+    played = {
+        int(one) for _ in range(10) for one in collector.collect(max_steps=20).extras["episode_metrics"][:, 0]
+    }
+    collector.close()
+    assert played == expected
 
 
 @pytest.mark.parametrize(
