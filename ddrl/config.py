@@ -127,7 +127,7 @@ class EnvConfig(Section):
     opponent: str = "random"
     """The other side of a game of two players in evaluations, and for whoever plays an exported policy: `random`;
     `lookahead`, in connect four, which wins or blocks if it can at once; or your own, "module:callable", called with
-    what the game shows its side and a NumPy generator. In training versions of the policy play it, see self_play."""
+    what the game shows its side and a NumPy generator. For training see self_play."""
     frame_stack: int = Field(1, ge=1, le=16)
     """Newest observations that networks see at once; sent and stored one by one. Usual: 4 for Atari."""
     atari: AtariConfig = AtariConfig()
@@ -286,8 +286,8 @@ class SelfPlayConfig(Section):
     """Versions that play the other side: `uniform`: each as often; `prioritized`: those more often against which the
     policy loses; `latest`: none but the policy itself."""
     latest_share: float = Field(0.5, ge=0, le=1)
-    """Share of the games against versions that the policy plays against itself. More learns faster, less forgets
-    less."""
+    """Of the games against versions of the policy, the share against the current one. More learns faster, less
+    forgets less."""
     opponent_share: float = Field(0.0, ge=0, le=1)
     """Share of all training games in which env.opponent plays the other side, as it does in evaluations."""
     pool: int = Field(20, ge=1, le=1000)

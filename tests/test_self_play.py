@@ -123,6 +123,10 @@ def test_the_player_of_the_evaluations_plays_its_share_of_the_training(
             {"self_play": {"opponents": "latest", "pool": 3}},
             "self_play.pool: 3 has no effect with self_play.opponents: latest; remove it",
         ),
+        (
+            {"self_play": {"opponents": "uniform", "opponent_share": 1}},
+            "self_play.opponents: uniform has no effect with self_play.opponent_share: 1; remove it",
+        ),
         ({"algorithm": {"name": "ppo", "recurrent": "lstm", "shared": True}}, "ppo has a recurrent state here"),
         ({"self_play": {"opponents": "best"}}, "self_play.opponents: 'best' cannot be used"),
     ],

@@ -56,7 +56,7 @@ def evaluate(
     ] = None,
     opponent: Annotated[
         str | None,
-        typer.Option(help="Other side of a game of two: random, or module:callable. Default: the run's."),
+        typer.Option(help="Other side of a game of two, as env.opponent. Default: the run's."),
     ] = None,
     video: Annotated[
         Path | None,

@@ -393,16 +393,12 @@ def _opponent(env: EnvConfig) -> Callable[..., Any] | None:
     """Return the player that `env.opponent` names; None: random moves.
 
     Raises:
-        EnvError: it cannot be loaded, or plays another game.
+        EnvError: it cannot be loaded.
     """
     if env.opponent == "random":
         return None
     if env.opponent in PLAYERS:
-        if "connect_four" not in env.id:
-            raise EnvError(
-                f"{env.id}: env.opponent {env.opponent} is for connect four; use random or your own"
-            )
-        return PLAYERS[env.opponent]
+        return PLAYERS[env.opponent][0]
     try:
         return load_callable(env.opponent)
     except ModuleError as error:
@@ -429,4 +425,7 @@ def _game(env: EnvConfig, made: Any) -> gymnasium.Env[Any, Any]:
         game.close()
         has, wanted = ("an", "true") if game.has_mask else ("no", "false")
         raise EnvError(f"{env.id}: its observations have {has} action_mask; set env.action_mask to {wanted}")
+    if env.opponent in PLAYERS and game.observation_space.shape != PLAYERS[env.opponent][1]:
+        game.close()
+        raise EnvError(f"{env.id}: env.opponent {env.opponent} is for connect four; use random or your own")
     return game

@@ -1,4 +1,4 @@
-"""Players of known games, by their names in `env.opponent`; an example of one's own too."""
+"""Players of known games, by their names in `env.opponent`; and examples for players of your own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lookahead(shown: Any, generator: np.random.Generator) -> int:
     Args:
         shown: as PettingZoo shows a side its game: "observation" [6, 7, 2], own stones and the other's, and
             "action_mask" [7].
-        generator: of what is random.
+        generator: chooses among columns that are as good.
 
     Returns:
         A column that wins, else one in which the other side would win, else any that is free.
@@ -44,4 +44,5 @@ def lookahead(shown: Any, generator: np.random.Generator) -> int:
     return int(generator.choice(free))
 
 
-PLAYERS = {"lookahead": lookahead}
+PLAYERS = {"lookahead": (lookahead, (2 * ROWS * COLUMNS + COLUMNS,))}
+"""Each with the shape of its game's observations, masks included."""

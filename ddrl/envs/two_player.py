@@ -81,7 +81,7 @@ class TwoPlayerGame(gymnasium.Env[np.ndarray, Any]):
 
         Args:
             draw: called for each game.
-            opponent_share: of the games that the opponent of the game plays as before.
+            opponent_share: of the games, in which the constructor's opponent still plays the other side.
             opening_moves: of both sides together, at most; each number is as likely.
         """
 

@@ -181,6 +181,7 @@ class Learner:
         if self._reader is not None:
             self._reader.stop()
         self.replay.close()
+        self.publisher.close()
 
     def finish(self, *, saves: bool = True) -> None:
         """Close, publish what is left, and store a checkpoint; may be called again after an outage.

@@ -574,6 +574,12 @@ class Publisher:
             self._num_unrecorded = missed
         return True
 
+    def close(self) -> None:
+        """Let another process record."""
+        if self._recording is not None:
+            self._recording.close()
+            self._recording = None
+
     @property
     def _stream_bytes(self) -> int:
         """Bytes of the entries that were taken and not trimmed."""

@@ -59,10 +59,8 @@ def rerun(
     """
     config, spaces, state = runs.config(client, run), runs.spaces(client, run), runs.state(client, run)
     _check(run, config.learner.lockstep, state)
-    index = weights.index(client, run)
-    known = {
-        updates: version for version, (_, updates) in sorted(index.published.items()) if updates is not None
-    }
+    published = sorted(weights.index(client, run).published.items())
+    known = {updates: version for version, (_, updates) in published if updates is not None}
     last = max(known, default=0)
     resolved = base.resolve(config, spaces)
     core = Core(client, run, config, resolved, device=set_up(config.learner), ranks=ALONE)
@@ -109,9 +107,7 @@ def _check(run: str, is_lockstep: bool, state: runs.RunState) -> None:
         StoreError: names why.
     """
     if not is_lockstep:
-        reason = (
-            "did not learn in lockstep (learner.lockstep), so that chance has decided what it learned when"
-        )
+        reason = "did not learn in lockstep (learner.lockstep): chance decided what it learned when"
     elif state.config_version or state.revision:
         reason = "was changed while it went on (`ddrl journal` shows how), which its stream does not tell"
     elif state.reads:

@@ -17,6 +17,7 @@ from ddrl.runs.evaluation import is_atari
 from ddrl.store import runs
 from ddrl.store.connection import Redis, StoreError
 
+COLUMNS = ("actions", "rewards", "terminations", "truncations")  # Minari's names, as in `episodes.Steps`
 AT_ONCE = 100  # episodes that are held in memory
 
 
@@ -70,9 +71,7 @@ def write_minari(
             text = f"{config.algorithm['name']} of ddrl, run {run}"
             spec = made.spec if is_plain else None
             options = {"algorithm_name": config.algorithm["name"], "description": text}
-            with warnings.catch_warnings(
-                action="ignore"
-            ):  # of Minari, on an author and links that nobody gave
+            with warnings.catch_warnings(action="ignore"):  # on an author and links that nobody gave
                 dataset = minari.create_dataset_from_buffers(name, buffers, env=spec, **spaces, **options)
         buffers = []
 
@@ -82,25 +81,12 @@ def write_minari(
         with episodes.Replayer(client, run) as replayer:
             for episode in known:
                 parts: list[episodes.Steps] = []
-                played = replayer.play(episode, parts.append)
-                if played.difference:
-                    raise StoreError(
-                        f"run {run}: episode {episode.name} is not the same again: {played.difference}"
-                    )
-                columns = {
-                    each: np.concatenate([getattr(part, each) for part in parts])
-                    for each in parts[0]._fields[:-1]
-                }
-                buffers.append(
-                    EpisodeBuffer(
-                        seed=episode.seed if episode.seed >= 0 else None,
-                        observations=np.concatenate([columns["observation"], parts[-1].last[None]]),
-                        actions=columns["action"],
-                        rewards=columns["reward"],
-                        terminations=columns["terminated"],
-                        truncations=columns["truncated"],
-                    )
-                )
+                if difference := replayer.play(episode, parts.append).difference:
+                    raise StoreError(f"run {run}: episode {episode.name} is not the same again: {difference}")
+                observations, *others = map(np.concatenate, zip(*(part[:-1] for part in parts), strict=True))
+                columns = dict(zip(COLUMNS, others, strict=True))
+                columns["observations"] = np.concatenate([observations, parts[-1].last[None]])
+                buffers.append(EpisodeBuffer(seed=episode.seed if episode.seed >= 0 else None, **columns))
                 done, num_steps = done + 1, num_steps + episode.length
                 if len(buffers) == AT_ONCE:
                     write()

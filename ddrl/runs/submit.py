@@ -229,6 +229,9 @@ def _check_self_play(config: RunConfig, resolved: base.Resolved) -> None:
         )
     elif config.self_play.opponents == "latest":
         _refuse_changed(config, "self_play", ["latest_share", "pool"], "with self_play.opponents: latest")
+    elif config.self_play.opponent_share == 1:
+        names = ["opponents", "latest_share", "pool"]
+        _refuse_changed(config, "self_play", names, "with self_play.opponent_share: 1")
     if resolved.spec.is_two_player and resolved.policy().initial_state(1):
         raise ValueError(
             f"algorithm.name: {resolved.name} has a recurrent state here, which opponents do not keep; use a network "

@@ -47,10 +47,11 @@ class Recording:
         last: id of the newest entry.
         num_entries, num_steps, num_bytes: written, with those of earlier commands.
         num_missed: fragments that had left the stream before they could be read.
+        close: lets another one write there.
 
     Raises:
         UnknownRunError: there is no such run.
-        StoreError: the folder is another run's, damaged, or another process records there.
+        StoreError: the folder is another run's, damaged, or being written to.
     """
 
     def __init__(self, client: Redis, run: str, folder: Path) -> None:
@@ -65,8 +66,10 @@ class Recording:
             folder.mkdir(parents=True, exist_ok=True)
             lock = try_lock(folder / "lock")
         if lock is None:
-            raise StoreError(f"{folder}: another process records there; end it first, or name another folder")
-        weakref.finalize(self, unlock, lock)
+            raise StoreError(
+                f"{folder}: is being recorded to already; end that first, or name another folder"
+            )
+        self.close = weakref.finalize(self, unlock, lock)
         if (folder / FILE).exists():
             found = _described(folder)
             if found["run"] != run:
@@ -211,7 +214,9 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(f"{path}: cannot be written ({error.strerror}); make room there") from None
+        raise StoreError(
+            f"{path}: cannot be written ({error.strerror}); make room there, or name another"
+        ) from None
 
 
 def _config(folder: Path, about: dict[str, Any]) -> tuple[RunConfig, EnvSpec]:

@@ -394,9 +394,11 @@ def try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(file)
-        return None
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
     _held.add(file)
     return file
 

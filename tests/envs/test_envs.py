@@ -18,6 +18,7 @@ from support.runs import target_config
 from ddrl import envs
 from ddrl.config import EnvConfig
 from ddrl.envs import EnvError, requirements
+from ddrl.envs.wrappers import Lanes
 from ddrl.types import EnvSpec
 
 
@@ -314,6 +315,40 @@ def test_training_reward(settings: dict[str, Any], expected: list[float]) -> Non
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, np.array([expected], np.float32))
     np.testing.assert_array_equal(given, [[-3.0, 0.0, 0.5]])
+
+
+def test_an_environment_gets_a_new_seed_once_it_has_gone_on_long_enough() -> None:
+    """Episodes of 100 steps: each third one begins from a seed, which is named."""
+
+    class Hundred(gymnasium.Env[np.ndarray, int]):
+        observation_space, action_space = Box(0, 1, (1,), np.float32), Discrete(2)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+            given.append(-1 if seed is None else seed)
+            self._steps = 0
+            return np.zeros(1, np.float32), {}
+
+        def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+            self._steps += 1
+            return np.zeros(1, np.float32), 0.0, self._steps == 100, False, {}
+
+    given: list[int] = []
+    lanes, named = Lanes([Hundred()], lambda info: []), []
+    lanes.reset(seed=[5])
+    for step in range(700):
+        if step % 100 == 0:
+            named.append(int(lanes.reset_seeds[0]))
+        lanes.step(np.zeros(1, np.int64))
+    assert named == given[:-1] and [one >= 0 for one in given[1:]] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert given[0] == 5 and given[3] != given[6]
 
 
 def test_vector_resets_in_the_same_step() -> None:

@@ -109,10 +109,14 @@ def test_opponents_are_drawn_at_each_reset() -> None:
 
 
 def test_a_share_of_the_games_is_played_by_the_named_opponent() -> None:
-    game = TwoPlayerGame("kuhn", KuhnPoker(), lambda shown, generator: PASS)
-    game.play_against(lambda: (7, lambda row: BET), opponent_share=0.25)
-    versions = [episode(game, lambda row: BET, seed)[2]["opponent"] for seed in range(400)]
-    assert 60 < versions.count(-1) < 140 and versions.count(7) == 400 - versions.count(-1)
+    played: set[str] = set()  # by whom, in a game
+    game = TwoPlayerGame("kuhn", KuhnPoker(), lambda shown, generator: played.add("named") or PASS)
+    game.play_against(lambda: (7, lambda row: played.add("version") or PASS), opponent_share=0.25)
+    found = []
+    for seed in range(400):
+        played.clear()
+        found.append((episode(game, lambda row: BET, seed)[2]["opponent"], *played))
+    assert {*found} == {(-1, "named"), (7, "version")} and 60 < found.count((-1, "named")) < 140
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,9 @@ def test_a_share_of_the_games_is_played_by_the_named_opponent() -> None:
         (["o......", "ox.....", "oxx...."], {0}),
         (["..x....", ".xo....", "xoo.o.."], {3}),
         (["x......", "ox.....", "oox....", "xoo...."], {3}),
-        (["xx.oo.."], {0, 1, 2, 3, 4, 5, 6}),
+        (["..xo...", ".xox...", "xoxo..."], {3}),
+        (["..ox...", ".oxo...", "oxox..."], {3}),
+        (["....xxx", "....oxo"], {0, 1, 2, 3, 4, 5, 6}),
         (["x......"] * 3 + ["o......"] * 3, {1, 2, 3, 4, 5, 6}),
     ],
 )

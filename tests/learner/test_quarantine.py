@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.learners import Run, endless_config, pick_config, playing, training, until
+from support.learners import Learning, Run, endless_config, pick_config, playing, training, until
 
 from ddrl import codec
 from ddrl.learner.loop import Learner
 from ddrl.runs.fragments import covered
-from ddrl.store import keys, quarantine, runs, weights
+from ddrl.store import keys, quarantine, recording, runs, weights
 from ddrl.store.connection import StoreError
 from ddrl.store.quarantine import Rule
 
@@ -90,6 +93,31 @@ def test_what_is_in_quarantine_is_never_drawn_and_comes_back(run: Run) -> None:
     learner = run.learner()
     assert len(learner.replay) >= 1400
     assert among(drawn(learner, 20_000), bad).any()
+
+
+def test_a_learner_that_begins_anew_with_the_rules_goes_on_recording(
+    server, learn: Callable[..., Learning], tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """Also while the garbage of its first attempt is still there."""
+    replay = {"capacity": 300, "samples_per_insert": 1, "slack_steps": 40_000, "retain": "all"}
+    run = Run(server, endless_config(replay=replay, learner={"checkpoint_every_s": 1}))
+    gc.disable()
+    try:
+        learning = learn(run)
+        for goal in (20, 40):
+
+            def has_trimmed(goal: int = goal) -> bool:
+                run.play(100)
+                return run.state.appended_fragments - len(run.entries) > goal
+
+            until(has_trimmed, timeout_s=60)
+            set_rules(run, Rule(producer=99))
+            until(lambda goal=goal: log.text.count(f"learns {run.id} on") == 1 + goal // 20)
+        learning.end()
+    finally:
+        gc.enable()
+    [folder] = tmp_path.glob("runs/*/recording")
+    assert len(list(recording.entries(folder))) == run.state.appended_fragments
 
 
 def test_what_is_left_out_stays_until_it_would_have_made_room(
