@@ -66,9 +66,7 @@ class Recording:
             folder.mkdir(parents=True, exist_ok=True)
             lock = try_lock(folder / "lock")
         if lock is None:
-            raise StoreError(
-                f"{folder}: is being recorded to already; end that first, or name another folder"
-            )
+            raise StoreError(f"{folder}: is being recorded to already; end that, or name another folder")
         self.close = weakref.finalize(self, unlock, lock)
         if (folder / FILE).exists():
             found = _described(folder)
@@ -214,9 +212,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(
-            f"{path}: cannot be written ({error.strerror}); make room there, or name another"
-        ) from None
+        raise StoreError(f"{path}: cannot be written ({error.strerror}); make room there") from None
 
 
 def _config(folder: Path, about: dict[str, Any]) -> tuple[RunConfig, EnvSpec]:

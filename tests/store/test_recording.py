@@ -80,7 +80,7 @@ def test_a_folder_has_one_writer_at_a_time(server: PrivateServer, tmp_path: Path
     record = Recording(run.client, run.id, tmp_path)
     record.catch_up()
     for _ in range(2):
-        with pytest.raises(StoreError, match="is being recorded to already; end that first, or name another"):
+        with pytest.raises(StoreError, match="is being recorded to already; end that, or name another"):
             Recording(run.client, run.id, tmp_path)
     record.close()
     assert Recording(run.client, run.id, tmp_path).num_entries == len(run.entries)
