@@ -286,8 +286,8 @@ class SelfPlayConfig(Section):
     """Versions that play the other side: `uniform`: each as often; `prioritized`: those more often against which the
     policy loses; `latest`: none but the policy itself."""
     latest_share: float = Field(0.5, ge=0, le=1)
-    """Of the games against versions of the policy, the share against the current one. More learns faster, less
-    forgets less."""
+    """The newest version plays the other side in this share of the games against versions of the policy. More learns
+    faster, less forgets less."""
     opponent_share: float = Field(0.0, ge=0, le=1)
     """Share of all training games in which env.opponent plays the other side, as it does in evaluations."""
     pool: int = Field(20, ge=1, le=1000)

@@ -8,7 +8,6 @@ import numpy as np
 
 ROWS, COLUMNS = 6, 7
 
-
 # [69, 4]: the cells of each line of four, counted row by row from the top.
 _LINES = np.array(
     [

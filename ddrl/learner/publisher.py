@@ -167,7 +167,7 @@ class Publisher:
         self.template: Template | None = None
         """Makes the policy's ONNX files; None: none are published."""
         self.folder: Path | None = None
-        """Where what leaves the stream is recorded; None: it is not."""
+        """Folder of a recording, made before entries leave the stream; None: they leave unrecorded."""
         self._recording: Recording | None = None
         self._reader: Reader | None = None  # set by `begin`
         self._checkpoint: Counters | None = None  # the newest on the server; without one nothing is trimmed

@@ -75,9 +75,8 @@ def handle_signals() -> Event:
         if signals:
             os._exit(128 + signum)
         signals.append(signum)
-        Thread(
-            target=stop.set, daemon=True
-        ).start()  # the thread that is interrupted may hold the event's lock
+        # The thread that is interrupted may hold the event's lock.
+        Thread(target=stop.set, daemon=True).start()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, handle)
