@@ -201,7 +201,7 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
         """Close the environment."""
         self._played.close()
 
-    def play(self, episode: Episode, on_steps: Callable[[Steps], None] = lambda steps: None) -> Replayed:
+    def play(self, episode: Episode, on_steps: Callable[[Steps], None] | None = None) -> Replayed:
         """Play an episode again; the one after that of the same lane goes on from there.
 
         Args:
@@ -226,37 +226,38 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
         for part in self._parts(episode, start):
             steps = len(part.action)
             observed = np.empty((steps + 1, *self._spaces.observation_shape), dtype)
-            reward, (terminated, truncated) = np.empty(steps), np.zeros((2, steps), np.bool_)
-            recorded_ends = (part.terminated | part.truncated).tolist()
+            rewards: list[float] = []
+            other_end, ended = "", (part.terminated | part.truncated).tolist()
             observed[0] = seen
             for step, action in enumerate(part.action):
                 if film and part.first + step >= part.begin:
                     film.take(played, observed[step])
-                seen, reward[step], is_over, is_cut, info = played.step(action)
-                last = info.get(LAST, seen)
-                if is_over or is_cut:
-                    terminated[step], truncated[step] = is_over, is_cut
+                seen, reward, is_over, is_cut, info = played.step(action)
+                rewards.append(reward)
+                last = seen
+                if is_over or is_cut or ended[step]:
+                    last = info.get(LAST, seen)
+                    for name, here in (("terminated", is_over), ("truncated", is_cut and not is_over)):
+                        if here != (there := getattr(part, name)[step]):
+                            other_end = f"step {num_steps + step}: {name} is {here} here, {there} recorded"
+                    if other_end:
+                        break
                     if not (part.is_last and step == steps - 1):
                         seen = self._next(seen)
                 observed[step + 1] = seen
-                if (is_over or is_cut) != recorded_ends[step]:
-                    break
-            found = {
-                "observation": observed[:-1],
-                "reward": envs.training_reward(self._env, reward),
-                "terminated": terminated,
-                "truncated": truncated & ~terminated,
-            }
-            for name, values in found.items():
+            learned = envs.training_reward(self._env, np.asarray(rewards))
+            for name, values in (("observation", observed), ("reward", learned)):
                 if difference := _difference(values[: step + 1], getattr(part, name)[: step + 1]):
                     text = f"step {num_steps + difference[0]}: {name}{difference[1]}"
                     return Replayed(num_steps + step + 1, text)
+            if other_end:
+                return Replayed(num_steps + step + 1, other_end)
             num_steps += steps
             if part.final is not None and (difference := _difference(last[None], part.final[None])):
                 return Replayed(num_steps, f"last observation{difference[1]}")
-            if (own := max(0, part.begin - part.first)) < steps:
-                ends = terminated[own:], truncated[own:]
-                on_steps(Steps(observed[own:-1], part.action[own:], reward[own:], *ends, last))
+            if on_steps and (own := max(0, part.begin - part.first)) < steps:
+                actions, ends = part.action[own:], (part.terminated[own:], part.truncated[own:])
+                on_steps(Steps(observed[own:-1], actions, np.asarray(rewards[own:]), *ends, last))
         if film:
             film.take(played, last)
         self._ended, self._seen = (episode.producer, episode.lane, episode.end), seen
@@ -309,8 +310,7 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
         return self._fragments[entry_id]
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A lane's steps in one fragment: T of them, with what was recorded before and at each.
 
     Attributes:
@@ -361,9 +361,9 @@ def _num_bytes(fragments: Mapping[bytes, Fragment]) -> int:
 
 def _difference(here: np.ndarray, recorded: np.ndarray) -> tuple[int, str] | None:
     """Return the first row in which two arrays differ in a bit, and how; None if none does."""
-    here, recorded = np.ascontiguousarray(here, recorded.dtype), np.ascontiguousarray(recorded)
-    if here.tobytes() == recorded.tobytes():
+    if (here := here.astype(recorded.dtype)).tobytes() == recorded.tobytes():
         return None
+    recorded = np.ascontiguousarray(recorded)
     are_same = here.view(np.uint8).reshape(len(here), -1) == recorded.view(np.uint8).reshape(len(here), -1)
     row = int(np.argmin(are_same.all(axis=1)))
     where = np.argwhere(here[row] != recorded[row]) if here[row].ndim else np.zeros((1, 0), np.int64)
