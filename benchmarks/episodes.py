@@ -96,6 +96,7 @@ def recorded(client: Any, blocking: Any, env_id: str, goal: Callable[[str], bool
     from ddrl.store import leases, runs, stream, weights
     from ddrl.worker.segment import Players, play
 
+    torch.set_num_threads(1)  # as workers do
     config = settings(env_id)
     run = submit.create(client, config, submit.prepare(config))
     token = leases.acquire(client, run, host="benchmark", folder="-", ttl_ms=3_600_000)

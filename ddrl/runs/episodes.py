@@ -193,6 +193,7 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
         else:
             self._played = self._film.make() if self._film else envs.make_one(self._env)
         self._fragments: OrderedDict[bytes, Fragment] = OrderedDict()  # read last
+        self._num_bytes = 0  # of these
         # Producer and lane of the episode that was played last, and its end.
         self._ended: tuple[int, int, Place] | None = None
         self._seen = np.zeros(0)  # the observation after it
@@ -304,8 +305,9 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
             if not found:
                 raise StoreError(f"episode {episode.name} of {self._run}: has left the stream meanwhile")
             self._fragments[entry_id] = codec.decode(found[0].fields)
-            while len(self._fragments) > 1 and _num_bytes(self._fragments) > MOST_BYTES:
-                self._fragments.popitem(last=False)
+            self._num_bytes += self._fragments[entry_id].num_bytes
+            while len(self._fragments) > 1 and self._num_bytes > MOST_BYTES:
+                self._num_bytes -= self._fragments.popitem(last=False)[1].num_bytes
         self._fragments.move_to_end(entry_id)
         return self._fragments[entry_id]
 
@@ -353,10 +355,6 @@ class _Game:
     def close(self) -> None:
         """Close the games."""
         self._vector.close()
-
-
-def _num_bytes(fragments: Mapping[bytes, Fragment]) -> int:
-    return sum(one.num_bytes for one in fragments.values())
 
 
 def _difference(here: np.ndarray, recorded: np.ndarray) -> tuple[int, str] | None:

@@ -96,6 +96,15 @@ def test_a_difference_is_named(server, monkeypatch: pytest.MonkeyPatch, name: st
     assert re.fullmatch(CHANGES[name], difference), difference
 
 
+def test_few_fragments_are_kept_decoded(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = played(server.client, 400, **KINDS["cartpole"][0])
+    monkeypatch.setattr(episodes, "MOST_BYTES", 1)
+    with episodes.Replayer(server.client, run) as replayer:
+        assert all(replayer.play(one).difference == "" for one in episodes.read(server.client, run))
+        [left] = replayer._fragments.values()
+        assert replayer._num_bytes == left.num_bytes
+
+
 def test_a_gap_in_the_stream_begins_anew(server) -> None:
     """Episodes that began before it are not listed; those after it are the same."""
     run = played(server.client, 400, **KINDS["cartpole"][0])
