@@ -29,7 +29,8 @@ def runs(
     with output.server() as client:
         known = store.names(client)
         now_s = store.server_ms(client) / 1e3
-        rows = [row for run in known[-number_of:] if (row := describe(client, run, now_s)) is not None]
+        states = store.states(client, known[-number_of:])
+        rows = [row for state in states if (row := describe(client, state, now_s))]
     if tree:
         rows = _as_tree(rows)
     if json_output:
@@ -100,12 +101,11 @@ def delete(
     output.answer(report, f"deleted {run}: {removed} keys{also}", json_output=json_output)
 
 
-def describe(client: Client, run: str, now_s: float) -> dict[str, Any] | None:
+def describe(client: Client, state: store.RunState, now_s: float) -> dict[str, Any] | None:
     """Return a row of `ddrl runs`; None if the run was deleted meanwhile."""
     env = algorithm = None
+    run, reason = state.run, state.reason
     try:
-        state = store.state(client, run)
-        reason = state.reason
         if state.versions.get("ddrl") != ddrl.__version__:
             store.config(client, run)  # this version may not be able to read it
         spec = store.spec(client, run)

@@ -84,8 +84,11 @@ def read(client: Redis, run: str, after: Mapping[str, bytes] = MappingProxyType(
     state = runs.state(client, run)
     cursors = {name: after.get(name, b"0-0") for name in TABLES}
 
+    def since(time_s: float) -> float:
+        return round(max(0.0, time_s - state.start_s), 3)
+
     def since_start(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {**row, "time_s": round(max(0.0, row["time_s"] - state.start_s), 3)}
+        return {**row, "time_s": since(row["time_s"])}
 
     reports, reports_end = metrics.read(client, run, cursors["metrics"])
     ended, episodes_end = stream.episodes(client, run, cursors["episodes"])
@@ -93,8 +96,9 @@ def read(client: Redis, run: str, after: Mapping[str, bytes] = MappingProxyType(
     changes, journal_end = runs.journal(client, run, cursors["journal"])
     figures = [since_start(row) for row in reports]
     episodes = [
-        {"time_s": row["time_s"], "env_steps": row["env_steps"], "return": value}
-        for row in map(since_start, ended)
+        {"time_s": seconds, "env_steps": row["env_steps"], "return": value}
+        for row in ended
+        for seconds in (since(row["time_s"]),)
         for value in row["returns"]
     ]
     if not after:

@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -273,23 +273,34 @@ def state(client: Redis, run: str) -> RunState:
     Raises:
         UnknownRunError: there is no such run.
     """
+    if not (found := states(client, [run])):
+        raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
+    return found[0]
+
+
+def states(client: Redis, runs: Sequence[str]) -> list[RunState]:
+    """Return the states of those runs that are on the server, with one request."""
     names = list(_STATE_FIELDS.values())
     with client.pipeline(transaction=False) as pipe:
-        pipe.hmget(keys.state(run), names)
-        bounded.values(pipe, keys.counts(run), keys.COUNTS)
-        pipe.exists(keys.lease(run))
-        pipe.zscore(keys.OPEN, run)
-        values, counts, leased, opened = cast("tuple[Any, Any, int, float | None]", execute(pipe))
-    texts = {name: value.decode() for name, value in zip(names, values, strict=True) if value is not None}
-    found = decode_state(texts | readable(dict(zip(keys.COUNTS, counts, strict=True))))
-    if "status" not in found:
-        raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
-    if found["status"] == "active":
-        found["reason"] = "" if leased else "waiting for a learner"
-    elif found["status"] in ENDED:
-        found["outcome"] = found["status"]
-        found["status"] = found["status"] if opened is None else "ending"
-    return RunState(run=run, leased=bool(leased), **found)
+        for run in runs:
+            pipe.hmget(keys.state(run), names)
+            bounded.values(pipe, keys.counts(run), keys.COUNTS)
+            pipe.exists(keys.lease(run))
+            pipe.zscore(keys.OPEN, run)
+        replies = iter(execute(pipe))
+    states = []
+    for run, values, counts, leased, opened in zip(runs, replies, replies, replies, replies, strict=True):
+        texts = {name: value.decode() for name, value in zip(names, values, strict=True) if value is not None}
+        found = decode_state(texts | readable(dict(zip(keys.COUNTS, counts, strict=True))))
+        if "status" not in found:
+            continue
+        if found["status"] == "active":
+            found["reason"] = "" if leased else "waiting for a learner"
+        elif found["status"] in ENDED:
+            found["outcome"] = found["status"]
+            found["status"] = found["status"] if opened is None else "ending"
+        states.append(RunState(run=run, leased=bool(leased), **found))
+    return states
 
 
 def decode_state(fields: Mapping[str, str]) -> dict[str, Any]:

@@ -401,11 +401,11 @@ def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[
     num_returns = 0
     for row in reversed(rows):
         with contextlib.suppress(ValidationError):
-            found = _EPISODES.validate_python(row)
+            found: Any = _EPISODES.validate_python(row)
             num_returns += len(found["returns"])
             if num_returns > MOST_RETURNS:
                 break
-            parsed.append(dict(found))
+            parsed.append(found)
     return parsed[::-1], last_id
 
 

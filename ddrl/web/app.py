@@ -189,9 +189,8 @@ class _Pages:
         """List the runs, the newest first."""
         asked = request.query_params
         now_s = runs.server_ms(self._client) / 1e3
-        rows = [
-            row for run in runs.names(self._client) if (row := listing.describe(self._client, run, now_s))
-        ]
+        states = runs.states(self._client, runs.names(self._client))
+        rows = [row for state in states if (row := listing.describe(self._client, state, now_s))]
         words = asked.get("q", "").lower().split()
         shown = [
             row for row in rows if all(word in " ".join(map(str, row.values())).lower() for word in words)
@@ -202,7 +201,8 @@ class _Pages:
         there = [row for row in shown if row[by] is not None]
         there.sort(key=lambda row: row[by], reverse=by not in ("status", "env"))
         shown = there + [row for row in shown if row[by] is None]
-        states = [runs.state(self._client, row["run"]) for row in shown]
+        known = {state.run: state for state in states}
+        states = [known[row["run"]] for row in shown]
         lines = map(charts.sparkline, sparks(self._client, states, now_s))
         values: dict[str, Any] = {
             "rows": [*zip(shown, states, lines, strict=True)],

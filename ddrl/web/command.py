@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import socket
@@ -43,6 +44,7 @@ def web(
         address = f"http://{'localhost' if not listen else socket.gethostname()}:{bound.getsockname()[1]}/"
         note(f"shows runs at {address}" + (", where whoever logs in may change them" if control else ""))
         app = create(client, hosts=["*"] if listen else LOOPBACK, password=password, controls=control)
+        gc.freeze()  # else it goes through all that was imported at each look at a run's many episodes
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, server_header=False)
         uvicorn.Server(settings).run(sockets=[bound])
 
