@@ -46,7 +46,7 @@ Set = Annotated[
     typer.Option("--set", "-s", metavar="NAME=VALUE", help="Override, such as algorithm.gamma=0.98."),
 ]
 Time = Annotated[str | None, typer.Option("--time", help="Stop after this long, such as 15m.")]
-WORKERS_HELP = "Rollout processes to start. Default: all cores but one with the embedded server, else none."
+WORKERS_HELP = "Rollout processes to start. Default: all cores but one with the embedded server (all for as many runs), else none."
 Workers = Annotated[int | None, typer.Option("--workers", min=0, max=1024, help=WORKERS_HELP)]
 LEARNER_HELP = "Start a learner. Default: yes with the embedded server, else no."
 WithLearner = Annotated[bool | None, typer.Option("--learner/--no-learner", help=LEARNER_HELP)]
@@ -91,7 +91,7 @@ def submit(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     with_learner = starts_learner(with_learner, [resolved])
     with server() as client:
-        num_workers = num_workers_here(workers)
+        num_workers = num_workers_here(workers, seeds)
         check_here(resolved, num_workers, with_learner)
         if data is not None:
             runs = [_from_data(client, data, resolved)]
@@ -270,7 +270,7 @@ def reactivate(
     with_learner = starts_learner(with_learner, (store.config(client, run) for run in runs))
     for run in runs:
         store.reactivate(client, run, more_time_s=more_time_s)
-    return num_workers_here(workers), with_learner
+    return num_workers_here(workers, len(runs)), with_learner
 
 
 def prune(client: Client) -> None:
@@ -295,11 +295,15 @@ def starts_learner(wanted: bool | None, runs: Iterable[configs.RunConfig]) -> bo
     return starts
 
 
-def num_workers_here(wanted: int | None) -> int:
-    """Return the number of rollout processes to start; the default is for the embedded server only."""
+def num_workers_here(wanted: int | None, num_runs: int = 1) -> int:
+    """Return the number of rollout processes to start for so many runs; the default is for the embedded server only.
+
+    A process plays one run at a time: of two on-policy runs that share one, a learner waits while the other's is played.
+    """
     if wanted is not None:
         return wanted
-    return max(1, min(8, machine.processes() - 1)) if connection.is_embedded() else 0
+    cores = machine.processes()
+    return max(1, min(8, cores - 1), min(num_runs, cores)) if connection.is_embedded() else 0
 
 
 def _detach(runs: list[str], num_workers: int, with_learner: bool, json_output: bool, done: str) -> None:
