@@ -2,8 +2,8 @@
 
     python benchmarks/sweep.py --trials 16
 
-Both sweeps try the same values (random, one seed) until the target is confirmed, as `ddrl sweep` starts them: all cores
-but one play, or as many as there are trials at a time, and each trial has a learner. With these learning rates each learns.
+Both sweeps try the same values (random, one seed) until the target is confirmed, as `ddrl sweep` starts them: a rollout
+process on two cores, or two for two trials at a time, and a learner for each trial. With these learning rates each learns.
 """
 
 from __future__ import annotations

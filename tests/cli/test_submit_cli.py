@@ -20,9 +20,9 @@ from support.runs import start, target_config
 from support.store import ended
 
 from ddrl import config as configs
-from ddrl.cli.submit import create_all, report
+from ddrl.cli.submit import create_all, num_workers_here, report
 from ddrl.runs import submit as submission
-from ddrl.store import connection, ledger, metrics, runs
+from ddrl.store import connection, ledger, machine, metrics, runs
 from ddrl.store import server as embedded
 
 
@@ -30,6 +30,20 @@ def summary(seed: int, status: str, train_s: float, mean: float | None) -> dict[
     row = {"seed": seed, "run": f"x-{seed}", "status": status, "train_s": train_s}
     score = None if mean is None else {"return_mean": mean, "return_std": 1.0, "episodes": 20}
     return row | {"env_steps": 1_000, "updates": 10, "evaluation": score}
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_runs", "num"),
+    [(1, 4, 1), (2, 1, 1), (2, 2, 2), (2, 4, 2), (6, 2, 5), (64, 2, 8), (64, 16, 16)],
+)
+def test_each_run_has_a_rollout_process_as_far_as_there_are_cores(
+    cores: int, num_runs: int, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "processes", lambda: cores)
+    for is_embedded in (True, False):
+        monkeypatch.setattr(connection, "is_embedded", lambda is_embedded=is_embedded: is_embedded)
+        assert num_workers_here(None, num_runs) == is_embedded * num
+        assert num_workers_here(3, num_runs) == 3
 
 
 def test_the_table_and_its_median(capsys: pytest.CaptureFixture[str]) -> None:
