@@ -3,7 +3,7 @@
     python benchmarks/sweep.py --trials 16
 
 Both sweeps try the same values (random, one seed) until the target is confirmed, as `ddrl sweep` starts them: a rollout
-process on two cores, or two for two trials at a time, and a learner for each trial. With these learning rates each learns.
+process on two cores, or two for two trials at a time, and a learner for each trial. With all of these rates it learns.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ Set = Annotated[
     typer.Option("--set", "-s", metavar="NAME=VALUE", help="Override, such as algorithm.gamma=0.98."),
 ]
 Time = Annotated[str | None, typer.Option("--time", help="Stop after this long, such as 15m.")]
-WORKERS_HELP = "Rollout processes to start. Default: all cores but one, or one for each run, with the embedded server; else none."
+WORKERS_HELP = "Rollout processes to start. Default with the embedded server: all cores but one, or one a run; else none."
 Workers = Annotated[int | None, typer.Option("--workers", min=0, max=1024, help=WORKERS_HELP)]
 LEARNER_HELP = "Start a learner. Default: yes with the embedded server, else no."
 WithLearner = Annotated[bool | None, typer.Option("--learner/--no-learner", help=LEARNER_HELP)]
@@ -298,7 +298,7 @@ def starts_learner(wanted: bool | None, runs: Iterable[configs.RunConfig]) -> bo
 def num_workers_here(wanted: int | None, num_runs: int = 1) -> int:
     """Return the number of rollout processes to start for so many runs; the default is for the embedded server only.
 
-    A process plays one run at a time: of two on-policy runs that share it, one learner waits while the other's is played.
+    A process plays one run at a time: of two on-policy runs that share it, one waits while the other is played.
     """
     if wanted is not None:
         return wanted
