@@ -46,7 +46,9 @@ Set = Annotated[
     typer.Option("--set", "-s", metavar="NAME=VALUE", help="Override, such as algorithm.gamma=0.98."),
 ]
 Time = Annotated[str | None, typer.Option("--time", help="Stop after this long, such as 15m.")]
-WORKERS_HELP = "Rollout processes to start. Default with the embedded server: all cores but one, or one a run; else none."
+WORKERS_HELP = (
+    "Start rollout processes. Default: with the embedded server all cores but one, or one a run; else none."
+)
 Workers = Annotated[int | None, typer.Option("--workers", min=0, max=1024, help=WORKERS_HELP)]
 LEARNER_HELP = "Start a learner. Default: yes with the embedded server, else no."
 WithLearner = Annotated[bool | None, typer.Option("--learner/--no-learner", help=LEARNER_HELP)]
