@@ -2,8 +2,9 @@
 
     python benchmarks/sweep.py --trials 16
 
-Both sweeps try the same values (random, one seed) until the target is confirmed, as `ddrl sweep` starts them: a rollout
-process on two cores, or two for two trials at a time, and a learner for each trial. With all of these rates it learns.
+Both sweeps try the same values (random, one seed) until the target is confirmed, as `ddrl sweep` starts them: on two
+cores a rollout process, or two for two trials at a time, an evaluation process, and a learner for each trial. Each of
+the learning rates learns.
 """
 
 from __future__ import annotations

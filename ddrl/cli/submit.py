@@ -47,7 +47,8 @@ Set = Annotated[
 ]
 Time = Annotated[str | None, typer.Option("--time", help="Stop after this long, such as 15m.")]
 WORKERS_HELP = (
-    "Start rollout processes. Default: with the embedded server all cores but one, or one a run; else none."
+    "Rollout processes to start. Default: with the embedded server all cores but one, at most 8, or one for each run "
+    "if that is more, as far as there are cores; else none."
 )
 Workers = Annotated[int | None, typer.Option("--workers", min=0, max=1024, help=WORKERS_HELP)]
 LEARNER_HELP = "Start a learner. Default: yes with the embedded server, else no."

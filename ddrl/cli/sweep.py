@@ -132,7 +132,7 @@ def sweep(
         folder = FOLDER / wanted.name
         folder.mkdir(parents=True, exist_ok=True)
         searched = _open(wanted, folder)
-        num_workers = submit.num_workers_here(workers, wanted.parallel)
+        num_workers = submit.num_workers_here(workers, min(wanted.parallel, wanted.trials))
         learns = submit.starts_learner(with_learner, [wanted.base({})])
         with local.Processes(folder) as processes:
             if num_workers:

@@ -8,8 +8,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ddrl.runs.records import Records, shown
 
 if TYPE_CHECKING:
@@ -32,9 +30,10 @@ MAX_LABELS = 12
 
 def trailing_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
     """Return the mean of the last `window` values at each index."""
-    totals, ends = np.cumsum([0.0, *values]), np.arange(1, len(values) + 1)
-    begins = np.maximum(0, ends - window)
-    means: list[float] = ((totals[ends] - totals[begins]) / (ends - begins)).tolist()
+    means, total = [], 0.0
+    for i, value in enumerate(values):
+        total += value - (values[i - window] if i >= window else 0.0)
+        means.append(total / min(i + 1, window))
     return means
 
 

@@ -228,25 +228,29 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
             steps = len(part.action)
             observed = np.empty((steps + 1, *self._spaces.observation_shape), dtype)
             rewards: list[float] = []
-            other_end, ended = "", (part.terminated | part.truncated).tolist()
+            is_cut_at, ended = part.truncated.copy(), (part.terminated | part.truncated).tolist()
+            other_end = ""
             observed[0] = seen
             for step, action in enumerate(part.action):
                 if film and part.first + step >= part.begin:
                     film.take(played, observed[step])
-                seen, reward, is_over, is_cut, info = played.step(action)
-                rewards.append(reward)
+                seen, gained, is_over, is_cut, info = played.step(action)
+                rewards.append(gained)
                 last = seen
                 if is_over or is_cut or ended[step]:
-                    last = info.get(LAST, seen)
+                    last = info.get(LAST, np.array(seen))  # a copy: the reset may write into the same array
+                    is_cut_at[step] = is_cut
                     for name, here in (("terminated", is_over), ("truncated", is_cut and not is_over)):
-                        if here != (there := getattr(part, name)[step]):
+                        there = getattr(part, name)[step]
+                        if here != there and not other_end:
                             other_end = f"step {num_steps + step}: {name} is {here} here, {there} recorded"
                     if other_end:
                         break
                     if not (part.is_last and step == steps - 1):
                         seen = self._next(seen)
                 observed[step + 1] = seen
-            learned = envs.training_reward(self._env, np.asarray(rewards))
+            reward = np.array(rewards, np.float64)  # as a vector of environments returns them
+            learned = envs.training_reward(self._env, reward)
             for name, values in (("observation", observed), ("reward", learned)):
                 if difference := _difference(values[: step + 1], getattr(part, name)[: step + 1]):
                     text = f"step {num_steps + difference[0]}: {name}{difference[1]}"
@@ -257,8 +261,8 @@ class Replayer(contextlib.AbstractContextManager["Replayer"]):
             if part.final is not None and (difference := _difference(last[None], part.final[None])):
                 return Replayed(num_steps, f"last observation{difference[1]}")
             if on_steps and (own := max(0, part.begin - part.first)) < steps:
-                actions, ends = part.action[own:], (part.terminated[own:], part.truncated[own:])
-                on_steps(Steps(observed[own:-1], actions, np.asarray(rewards[own:]), *ends, last))
+                ends = part.terminated[own:], is_cut_at[own:]
+                on_steps(Steps(observed[own:-1], part.action[own:], reward[own:], *ends, last))
         if film:
             film.take(played, last)
         self._ended, self._seen = (episode.producer, episode.lane, episode.end), seen
@@ -359,9 +363,9 @@ class _Game:
 
 def _difference(here: np.ndarray, recorded: np.ndarray) -> tuple[int, str] | None:
     """Return the first row in which two arrays differ in a bit, and how; None if none does."""
-    if (here := here.astype(recorded.dtype)).tobytes() == recorded.tobytes():
+    here, recorded = here.astype(recorded.dtype, order="C"), np.ascontiguousarray(recorded)
+    if here.tobytes() == recorded.tobytes():
         return None
-    recorded = np.ascontiguousarray(recorded)
     are_same = here.view(np.uint8).reshape(len(here), -1) == recorded.view(np.uint8).reshape(len(here), -1)
     row = int(np.argmin(are_same.all(axis=1)))
     where = np.argwhere(here[row] != recorded[row]) if here[row].ndim else np.zeros((1, 0), np.int64)

@@ -44,7 +44,7 @@ def web(
         address = f"http://{'localhost' if not listen else socket.gethostname()}:{bound.getsockname()[1]}/"
         note(f"shows runs at {address}" + (", where whoever logs in may change them" if control else ""))
         app = create(client, hosts=["*"] if listen else LOOPBACK, password=password, controls=control)
-        gc.freeze()  # else it goes through all that was imported at each look at a run's many episodes
+        gc.freeze()  # else the collector goes through all that was imported, for a run's many episodes again and again
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, server_header=False)
         uvicorn.Server(settings).run(sockets=[bound])
 

@@ -23,6 +23,17 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "lander": ({"env": {"id": "LunarLanderContinuous-v3"}}, 1500),
     "cartpole": ({"env": {"id": "CartPole-v1"}, "algorithm": DQN}, 400),
     "pendulum": ({"env": {"id": "Pendulum-v1", "max_episode_steps": 50}}, 500),
+    "rewards of float32": (
+        {
+            "env": {
+                "id": "Pendulum-v1",
+                "max_episode_steps": 50,
+                "reward_scale": 0.1,
+                "wrappers": [{"id": "support.odd_envs:SinglePrecision"}],
+            }
+        },
+        500,
+    ),
     "cheetah": ({"env": {"id": "HalfCheetah-v5", "max_episode_steps": 40}}, 400),
     "frozen lake": ({"env": {"id": "FrozenLake-v1", "reward_scale": 3.0}, "algorithm": DQN}, 300),
     "pong": ({"env": {**PONG, "reward_sign": True}, "algorithm": {**DQN, "network": "nature"}}, 1000),
@@ -37,7 +48,10 @@ def played(client: Redis, steps: int, **sections: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_episodes_are_the_same_when_they_are_played_again(server, kind: str) -> None:
+def test_episodes_are_the_same_when_they_are_played_again(
+    server, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
     sections, steps = KINDS[kind]
     run = played(server.client, steps, **sections)
     found = list(episodes.read(server.client, run))
@@ -71,6 +85,7 @@ CHANGES = {
     "reward": r"step 3: reward is \S+ here, \S+ recorded",
     "observation": r"step 3: observation\[1\] is \S+ here, \S+ recorded",
     "terminated": r"step 3: terminated is False here, True recorded",
+    "truncated": r"step 3: truncated is False here, True recorded",
 }
 
 
@@ -87,7 +102,7 @@ def test_a_difference_is_named(server, monkeypatch: pytest.MonkeyPatch, name: st
         column = getattr(fragment, name).copy()
         if fragment.seq == 0:
             place = (3, episode.lane, 1)[: column.ndim]
-            column[place] = True if name == "terminated" else np.nextafter(column[place], np.float32(9))
+            column[place] = True if column.dtype == bool else np.nextafter(column[place], np.float32(9))
         return replace(fragment, **{name: column})
 
     monkeypatch.setattr(episodes.codec, "decode", altered)

@@ -30,6 +30,12 @@ def test_a_run_is_created_active_and_found_by_prefix(client: Redis, run: str) ->
     assert runs.resolve(client, run) == run and runs.resolve(client, "last") == names[0]
 
 
+def test_states_of_several_runs_leave_out_those_that_are_gone(client: Redis, run: str) -> None:
+    other = make_run(client, seed=2)
+    assert runs.states(client, [other, "gone", run]) == [runs.state(client, other), runs.state(client, run)]
+    assert runs.states(client, []) == []
+
+
 def test_only_some_changes_of_status_are_allowed(client: Redis, run: str) -> None:
     assert not runs.set_status(client, run, "active", "no change")
     assert runs.set_status(client, run, "paused", "")

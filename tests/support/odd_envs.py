@@ -152,3 +152,10 @@ class Told(Counts):
         if steps % 2 == 0:
             info["even"] = np.array([steps])
         return self._shown, 1.0, is_over, False, info
+
+
+class SinglePrecision(gymnasium.RewardWrapper[Any, Any]):
+    """Rewards as float32, as some environments give them."""
+
+    def reward(self, reward: Any) -> np.float32:
+        return np.float32(reward)
