@@ -20,7 +20,7 @@ _CONTROLS = dict.fromkeys({*range(32), *range(127, 160), *_UNSEEN, *range(0xE000
 def text(value: bytes) -> str:
     """Return bytes as text without control characters except tabs and line feeds."""
     found = value.decode(errors="replace")
-    return found if found.isprintable() else found.translate(_CONTROLS)  # which takes ten times as long
+    return found if found.isprintable() else found.translate(_CONTROLS)  # which takes several times as long
 
 
 def short_text(value: bytes) -> str:
