@@ -1,9 +1,9 @@
-"""Samples a second of several learners of one run on this machine, against one; each has a core of its own.
+"""Samples a second of several learners of one run on this machine, against one; each has a core, or a GPU, of its own.
 
     python benchmarks/ranks.py | tee benchmarks/results/ranks.txt
 
 Networks have about two million parameters. All ranks learn from a batch that they have, each from its part, without a
-server and without play. Sizes take turns; shown are medians.
+server and without play. Sizes take turns; shown are medians. More learners than GPUs share them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "sac": ("sac", updates.BOX, {"hidden_sizes": [800, 800], "batch_size": 512}),
 }
-WARM_UP, CAPACITY = 1, 10_000
+WARM_UP, CAPACITY = 5, 10_000  # updates, until graphs are captured; items
 
 
 def main() -> None:
@@ -51,11 +51,18 @@ def main() -> None:
     options.add_argument("--sizes", nargs="*", type=int, default=[1, 2], help="numbers of learners")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--seconds", type=float, default=5.0)
+    options.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options.add_argument(
+        "--hosts",
+        action="store_true",
+        help="tell NCCL that each learner is on a host, so that it lets them share",
+    )
     options.add_argument("--rank", nargs=4, metavar=("TASK", "RANK", "SIZE", "PORT"), help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.rank:
         task, *numbers = arguments.rank
-        print(json.dumps(learn(task, *map(int, numbers), seconds=arguments.seconds)))
+        device = choose_device("auto" if arguments.device == "cuda" else "cpu")
+        print(json.dumps(learn(task, *map(int, numbers), seconds=arguments.seconds, device=device)))
         return
     print(f"{facts()}\n")
     print(
@@ -65,7 +72,7 @@ def main() -> None:
         found: dict[int, list[dict[str, float]]] = {size: [] for size in arguments.sizes}
         for _ in range(arguments.rounds):
             for size in arguments.sizes:
-                found[size].append(together(task, size, arguments.seconds))
+                found[size].append(together(task, size, arguments))
         alone = statistics.median(one["rate"] for one in found[arguments.sizes[0]])
         for size, rows in found.items():
             rate, waits = (statistics.median(row[name] for row in rows) for name in ("rate", "waits"))
@@ -73,7 +80,7 @@ def main() -> None:
             print(f"| {task} | {rows[0]['parameters']:,.0f} | {size} | {rate:,.0f} | {share} | {waits:.0%} |")
 
 
-def together(task: str, size: int, seconds: float) -> dict[str, float]:
+def together(task: str, size: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Return what rank 0 of so many processes reports."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
@@ -81,12 +88,12 @@ def together(task: str, size: int, seconds: float) -> dict[str, float]:
             [
                 sys.executable,
                 __file__,
-                "--seconds",
-                str(seconds),
-                "--rank",
-                task,
-                *map(str, (rank, size, store.port)),
+                *("--seconds", str(arguments.seconds), "--device", arguments.device),
+                *("--rank", task, *map(str, (rank, size, store.port))),
             ],
+            env=os.environ
+            | {"LOCAL_RANK": str(rank)}
+            | ({"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"} if arguments.hosts else {}),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -97,22 +104,25 @@ def together(task: str, size: int, seconds: float) -> dict[str, float]:
     return found
 
 
-def learn(task: str, rank: int, size: int, port: int, *, seconds: float) -> dict[str, float]:
+def learn(
+    task: str, rank: int, size: int, port: int, *, seconds: float, device: torch.device
+) -> dict[str, float]:
     """Learn as one rank; return its samples a second and the share of time that it waits."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     name, env, options = TASKS[task]
     own = {**options, "batch_size": options["batch_size"] // size}
     ranks = Ranks(rank, size)
-    batch = updates.Loop(updates.task(name, env, CAPACITY, **own), choose_device("cpu")).batch()
+    batch = updates.Loop(updates.task(name, env, CAPACITY, **own), device).batch()
     config = updates.task(name, env, CAPACITY, **options)
-    learner: Any = base.resolve(config, submit.prepare(config)).learner(
-        device=choose_device("cpu"), seed=1, ranks=ranks
-    )
+    learner: Any = base.resolve(config, submit.prepare(config)).learner(device=device, seed=1, ranks=ranks)
     if size > 1:
         store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
-        ranks.join(store, address="127.0.0.1", timeout_s=60.0)
+        ranks.join(store, device=device, address="127.0.0.1", timeout_s=60.0)
     num_own = int(batch.valid.sum()) if hasattr(batch, "valid") else len(batch.action)
     sizes = torch.zeros(size, dtype=torch.int64)
     sizes[rank] = num_own
@@ -121,6 +131,7 @@ def learn(task: str, rank: int, size: int, port: int, *, seconds: float) -> dict
     def step() -> None:
         ranks.split(sizes.tolist())
         learner.update(batch)
+        ranks.settle()
 
     for _ in range(WARM_UP):
         step()
@@ -129,6 +140,8 @@ def learn(task: str, rank: int, size: int, port: int, *, seconds: float) -> dict
         step()
         num += 1
         is_over = ranks.add(torch.tensor([float(rank == 0 and time.perf_counter() - started > seconds)]))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     took = time.perf_counter() - started
     epochs = options.get("num_epochs", 1)
     parameters = learner.critic_parameters if hasattr(learner, "critic_parameters") else learner.parameters

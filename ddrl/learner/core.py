@@ -124,10 +124,15 @@ class Core:
         return entry.played is None or self.replay.note(entry.played, entry.entry_id, version=version)
 
     def learn(self, batch: Any) -> dict[str, torch.Tensor]:
-        """Update the algorithm and the priorities of what was drawn; return metrics."""
+        """Update the algorithm and the priorities of what was drawn; return metrics.
+
+        Raises:
+            RankLostError: another rank has ended, or does not answer.
+        """
         batch = self.replay.begin(batch)
         self.num_batches += 1
         metrics = dict(self.algorithm.update(to_device(batch, self.device)))
+        self.ranks.settle()
         if (priority := metrics.pop("priority", None)) is not None:
             self.replay.update_priorities(batch, to_host(priority))
         if self.ranks.size > 1 and self.num_batches % CHECK_EVERY == 0:

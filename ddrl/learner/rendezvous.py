@@ -220,7 +220,8 @@ class Peer:
                 raise RankLostError("a learner of the group has left before it was ready")
             time.sleep(POLL_S)
         self._store.set("go", "1")
-        core.ranks.join(self._store, address=self._group.address, timeout_s=config.learner.rank_timeout_s)
+        address, timeout_s = self._group.address, config.learner.rank_timeout_s
+        core.ranks.join(self._store, address=address, timeout_s=timeout_s, device=core.device)
 
     def is_wanted(self) -> bool:
         """Return whether a learner of the same versions waits that the group should take in."""
@@ -286,9 +287,8 @@ class Peer:
                     time.sleep(POLL_S)
             except RuntimeError as error:  # also of torch.distributed
                 raise RankLostError(f"the leader does not begin ({error})") from None
-            ranks.join(
-                store, address=_on_the_way(group.address, group.port), timeout_s=config.learner.rank_timeout_s
-            )
+            address, timeout_s = _on_the_way(group.address, group.port), config.learner.rank_timeout_s
+            ranks.join(store, address=address, timeout_s=timeout_s, device=device)
             self.core = core
             follow(core, reader, stop)
 

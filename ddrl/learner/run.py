@@ -32,7 +32,7 @@ from ddrl.learner.evaluations import EvaluationScheduler
 from ddrl.learner.loop import Learner, NotFiniteError
 from ddrl.learner.rendezvous import Peer
 from ddrl.networks.device import set_up
-from ddrl.networks.ranks import RankLostError
+from ddrl.networks.ranks import RankLostError, StateLostError
 from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
 from ddrl.store import connection, learners, leases, local_checkpoints, logs, runs, weights
@@ -433,6 +433,7 @@ class _Attempt:
                 self._error = self._error or error
             finally:
                 self._learner.stopping.set()
+                self._learner.core.ranks.leave()  # so that nothing waits for a lost rank any more
                 service.join()
             self._round_at = None
 
@@ -577,6 +578,8 @@ class _Attempt:
             error = self._go_back(error)
         if isinstance(error, RankLostError):
             self._regroup, self._peer.is_lost, error = str(error), True, None
+            if isinstance(self._error, StateLostError):
+                raise _RegroupError(self._regroup)
         if error is not None:
             self._set_status("failed", f"{type(error).__name__}: {error}")
         elif reached := self._reached():

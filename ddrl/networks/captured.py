@@ -22,7 +22,8 @@ from ddrl.networks.ranks import ALONE, Ranks
 log = logging.getLogger(__name__)
 
 _EAGER_CALLS = 3  # before a capture: libraries choose their kernels and allocate
-_MOST_GRAPHS = 8
+_MOST_GRAPHS = 8  # for each rank, as the parts of batches have more sizes
+_CALLS_TO_REPLACE = 30  # before a capture in place of an older one
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Captured:
             name.
         device: where the batches are.
         generators: random generators on the device that the function draws from.
-        ranks: that learn together; of several, gradients may travel through the CPU, which no graph holds.
+        ranks: that learn together; nothing is captured where their gradients go through the CPU.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class Captured:
         ranks: Ranks = ALONE,
     ) -> None:
         self._function, self._generators = function, generators
-        self._device, self._captures = device, device.type == "cuda" and ranks.size == 1
+        self._device, self._ranks, self._captures = device, ranks, device.type == "cuda"
         self.forget()
+        ranks.before_leaving(self.forget)
 
     def forget(self) -> None:
         """Capture anew: what the function depends on has changed."""
@@ -84,23 +86,35 @@ class Captured:
             flags: each combination is captured by itself.
         """
         numbers = numbers or {}
-        if not self._captures:
+        if not (self._captures and self._ranks.stays_on_device):
             return self._function(batch, **numbers, **flags)
         columns = {name: value for name, value in vars(batch).items() if value is not None}
         if any(value.device.type == "cpu" for value in columns.values()):
             return self._function(batch, **numbers, **flags)
         kinds = ((name, value.shape, value.dtype) for name, value in columns.items())
-        key = (*numbers, *flags.values(), *kinds)
-        graph = self._graphs.get(key)
+        key = (
+            self._ranks.sizes,
+            *numbers,
+            *flags.values(),
+            *kinds,
+        )  # the ranks' shares are numbers of a graph
+        graph = self._graphs.pop(key, None)
         if graph is None:
             self._calls[key] += 1
-            if self._calls[key] <= _EAGER_CALLS or len(self._graphs) == _MOST_GRAPHS:
+            is_full = len(self._graphs) >= _MOST_GRAPHS * self._ranks.size
+            if self._calls[key] <= (_CALLS_TO_REPLACE if is_full else _EAGER_CALLS):
                 return self._function(batch, **numbers, **flags)
+            if is_full:
+                oldest = next(iter(self._graphs))  # not called for longest
+                del self._graphs[oldest], self._calls[oldest]
+            reason = "another rank cannot"
             try:
-                graph = self._graphs[key] = self._capture(type(batch), columns, list(numbers), flags)
+                graph = self._capture(type(batch), columns, list(numbers), flags)
             except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+            if not self._ranks.agree(graph is not None) or graph is None:
                 self._captures = False
-                log.warning("updates are not captured as CUDA graphs: %s", str(error).splitlines()[0])
+                log.warning("updates are not captured as CUDA graphs: %s", reason)
                 return self._function(batch, **numbers, **flags)
         if numbers:
             graph.numbers.copy_(
@@ -108,6 +122,7 @@ class Captured:
             )
         for own, given in zip(graph.inputs, columns.values(), strict=True):
             own.copy_(given)
+        self._graphs[key] = graph
         graph.graph.replay()
         return dict(graph.results)
 

@@ -1,13 +1,17 @@
 """The learners of one run that make each update together: every rank takes part of the batch, and gradients are added.
 
 All ranks have the same parameters, as they add the same gradients in the same order; no parameter travels. The group of
-processes is torch's: gloo, which also takes tensors on GPUs.
+processes is torch's gloo. Where each rank has a GPU of its own, tensors on the GPUs are added by NCCL, and do not leave
+them.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -17,9 +21,25 @@ from torch import Generator, Tensor, distributed
 
 T = TypeVar("T", bound=Sized)
 
+log = logging.getLogger(__name__)
+
+_POLL_S = 2e-5
+_ASK_S = 0.5  # after which a GPU may wait for a rank that has ended
+# A lost rank is not the end of this process, nor a reason to wait until torch has written down what it knows.
+_NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+
 
 class RankLostError(RuntimeError):
     """Another rank does not answer any more; the group is at its end."""
+
+
+class StateLostError(RankLostError):
+    """The same, and this rank's parameters may be wrong, as the GPU gave up a sum."""
 
 
 class Ranks:
@@ -30,22 +50,29 @@ class Ranks:
         size: number of ranks; several of them `join` before anything else.
 
     Attributes:
-        total: rows of the batch in hand, of all ranks together.
+        sizes: rows of each rank of the batch in hand.
+        total: rows of all ranks together.
         rows: those of this rank.
-        waited_s, num_calls: time spent in calls of the group, which includes waiting for the others; their number.
+        waited_s, num_calls: the processor's time in calls of the group, which includes waiting for the others; their
+            number.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self._group: Any = None
-        self.total, self.rows = 1, slice(0, 1)
+        self._gpus: Any = None  # NCCL's group
+        self._forgets: list[Callable[[], None]] = []
+        self._device = torch.device("cpu")
+        self._timeout_s = 0.0
+        self.split([1] * size)
         self.waited_s, self.num_calls = 0.0, 0
 
-    def join(self, store: Any, *, address: str, timeout_s: float) -> None:
+    def join(self, store: Any, *, device: torch.device, address: str, timeout_s: float) -> None:
         """Connect with the other ranks, once all of them call this.
 
         Args:
             store: where they find each other; of this group alone.
+            device: that this rank learns on.
             address: of this machine, for the others.
             timeout_s: after which a rank that does not answer is lost.
 
@@ -60,14 +87,96 @@ class Ranks:
             self._group = gloo(store, self.rank, self.size, options)
         except RuntimeError as error:
             raise RankLostError(f"the learners do not find each other: {_reason(error)}") from None
+        self._device, self._timeout_s = device, timeout_s
+        gpus = self.exchange(_gpu(device))
+        if all(gpus) and len({*gpus}) == self.size:
+            self._join_gpus(store)
+
+    def _join_gpus(self, store: Any) -> None:
+        """Connect the GPUs; where one of them cannot be, tensors go through the CPU."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        os.environ.update(_NCCL)
+        nccl: Any = distributed.ProcessGroupNCCL
+        groups: list[Any] = []
+        reason = "no answer"
+
+        def connect() -> None:
+            nonlocal reason
+            try:
+                groups.append(nccl(PrefixStore("gpus", store), self.rank, self.size, nccl.Options()))
+                groups[0].allreduce([torch.zeros(1, device=self._device)]).wait()
+                torch.cuda.synchronize(self._device)
+                reason = ""
+            except RuntimeError as error:
+                reason = _reason(error) or "it failed"
+
+        thread = threading.Thread(None, connect, "nccl", daemon=True)  # as it may wait forever
+        thread.start()
+        thread.join(self._timeout_s / 2)  # the others' messages wait for this long and more
+        self._gpus = next(iter(groups), None)
+        if reasons := [text.decode() for text in self.exchange(reason.encode()) if text]:
+            log.warning("gradients go through the CPU, as NCCL does not connect the GPUs: %s", reasons[0])
+            self._leave_gpus()
 
     def leave(self) -> None:
-        """Close the connections; the other ranks lose this one."""
+        """Close the connections; the other ranks lose this one, and what this GPU waits for is given up."""
         self._group = None
+        self._leave_gpus()
+
+    def _leave_gpus(self) -> None:
+        gpus, self._gpus = self._gpus, None
+        for forget in self._forgets:  # NCCL waits for the end of graphs
+            forget()
+        if gpus is not None:
+            try:
+                gpus.abort()
+            except RuntimeError as error:
+                log.warning("the connection of the GPUs is not closed: %s", _reason(error))
+
+    def before_leaving(self, forget: Callable[[], None]) -> None:
+        """Have `forget` called before this rank leaves; it ends CUDA graphs, which may hold sums."""
+        if self.size > 1:
+            self._forgets.append(forget)
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether sums of tensors on the device do not leave it."""
+        return self.size == 1 or self._gpus is not None
+
+    def settle(self) -> None:
+        """Wait until the GPUs of all ranks have made their sums; where those go through the CPU, they have.
+
+        All ranks call this at the same places, and read results of the GPU only afterwards: what waits there for a rank
+        that is lost waits forever.
+
+        Raises:
+            StateLostError: a rank has ended, or its GPU did not answer in time.
+        """
+        if self._gpus is None:
+            return
+        done: Any = torch.cuda.current_stream(self._device).record_event()
+        deadline = time.monotonic() + self._timeout_s
+        are_done = False
+        while not are_done:
+            ask_at = time.monotonic() + _ASK_S
+            while not done.query() and time.monotonic() < ask_at:
+                time.sleep(_POLL_S)
+            is_late = time.monotonic() > deadline
+            try:
+                are_done = self.agree(done.query())
+            except RankLostError as error:
+                raise StateLostError(str(error)) from None
+            if is_late and not are_done:
+                raise StateLostError(f"sums on the GPUs are not made in {self._timeout_s:g} s")
+
+    def agree(self, is_so: bool) -> bool:
+        """Return whether something is so on every rank; all of them ask."""
+        return bool(self.least(torch.tensor(int(is_so))))
 
     def split(self, sizes: Sequence[int]) -> None:
         """Begin a batch of so many rows of each rank; a rank with none still takes part, with gradients of 0."""
-        start = sum(sizes[: self.rank])
+        self.sizes, start = tuple(sizes), sum(sizes[: self.rank])
         self.total, self.rows = sum(sizes), slice(start, start + sizes[self.rank])
 
     def count(self, num: int) -> int:
@@ -89,13 +198,14 @@ class Ranks:
         table = torch.zeros(self.size, num, dtype=torch.int64)
         if self.share:
             table[self.rank, : len(own)] = torch.tensor([len(part) for part in own])
-        whole = self.total, self.rows
+        whole = self.sizes
         for part, of_ranks in zip_longest(own, self.add(table).T.tolist()):
             if not any(of_ranks):  # few long sequences make fewer parts
                 continue
             self.split(of_ranks)
             yield part if self.share else blank
-        self.total, self.rows = whole
+            self.settle()
+        self.split(whole)
 
     @property
     def share(self) -> float:
@@ -139,16 +249,17 @@ class Ranks:
 
     def _gather(self, values: Tensor) -> list[Tensor]:
         found = [torch.empty_like(values) for _ in range(self.size)]
-        self._call("allgather", [found], [values])
+        self._call(self._group, "allgather", [found], [values])
         return found
 
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
         if self.size > 1:
-            self._call("allreduce", [values], op)
+            group = self._group if self._gpus is None or values.device.type == "cpu" else self._gpus
+            self._call(group, "allreduce", [values], op)
         return values
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        """Wait for a call of the group.
+    def _call(self, group: Any, name: str, *arguments: Any) -> None:
+        """Wait for a call of a group; of the GPUs', only they do.
 
         Raises:
             RankLostError: a rank has ended, or did not answer in time.
@@ -156,13 +267,23 @@ class Ranks:
         started = time.monotonic()
         self.num_calls += 1
         try:
-            if self._group is None:
+            if group is None:
                 raise RankLostError("this rank has left its group")
-            getattr(self._group, name)(*arguments).wait()
+            getattr(group, name)(*arguments).wait()
         except RuntimeError as error:
             raise RankLostError(f"a learner of the group is lost: {_reason(error)}") from None
         finally:
             self.waited_s += time.monotonic() - started
+
+
+def _gpu(device: torch.device) -> bytes:
+    """Return what tells a GPU that NCCL can use from others; nothing of a device that is none.
+
+    NCCL takes one GPU for two if it is told that they are on two hosts, by NCCL_HOSTID.
+    """
+    if device.type != "cuda" or not distributed.is_nccl_available():
+        return b""
+    return f"{torch.cuda.get_device_properties(device).uuid} {os.environ.get('NCCL_HOSTID', '')}".encode()
 
 
 def _reason(error: Exception) -> str:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import reference_ppo
 from support.algorithms import CPU, DISCRETE, Options, make_learner
-from support.ranks import together
-from support.subjects import CASES, batch_for
+from support.ranks import learn_parts, lose_one, on_gpus, parts_of, together
+from support.subjects import CASES, on_device
 from torch import Tensor
 
 from ddrl.algorithms.actor_critic.learner import Prepared
-from ddrl.networks.device import to_device
 from ddrl.networks.ranks import Ranks
-from ddrl.replay.fifo import blank_trajectories
-from ddrl.types import EnvSpec
 
 LONG = ("sac", "ppo", "dqn options", "r2d2")  # 200 updates; the others 20
 LEFT_OUT = (
@@ -31,64 +26,72 @@ LEFT_OUT = (
 )  # of a rank's own rows
 RANDOM = ("noise", "generator")  # what each rank draws from differs with the number of its rows
 SLOW = {"learning_rate": 1e-4}  # a larger one makes float32's rounding larger, too
-PART_OF = {"recurrent_state": 0, "burn_in": 0, "number": 0, "weight": 0}  # axis; others of sequences: 1
-
-
-def parts_of(
-    name: str, learner: Any, spec: EnvSpec, seed: int, size: int
-) -> tuple[Any, list[Any], list[int]]:
-    """Return a batch, the part of each rank, and the rows of each part."""
-    if learner.config.on_policy:
-        memory = learner.config.recurrent_state_size
-        feed = reference_ppo.make_feed(spec, seed=seed, num_fragments=3, state_size=memory)
-        of_ranks = [feed[rank::size] for rank in range(size)]
-        blank = to_device(blank_trajectories(spec, state_size=memory), CPU)
-        parts = [reference_ppo.tensors(own) if own else blank for own in of_ranks]
-        sizes = [sum(one.num_transitions for one in own) for own in of_ranks]
-        return reference_ppo.tensors(feed), parts, sizes
-    batch = batch_for(name, learner, spec, seed)
-    columns = {column: value for column, value in vars(batch).items() if value is not None}
-    axes = {column: PART_OF.get(column, 1) if name == "r2d2" else 0 for column in columns}
-    rows = torch.arange(batch.action.shape[axes["action"]]).tensor_split(size)
-    parts = [
-        replace(batch, **{column: value.index_select(axes[column], own) for column, value in columns.items()})
-        for own in rows
-    ]
-    return batch, parts, [len(own) for own in rows]
 
 
 def assert_learns_together(
     alone: Any, batches: list[Any], size: int, num_updates: int, **of_learner: Any
 ) -> None:
     """One learner and ranks that get parts of its batches end with the same state, the ranks to the last bit."""
-
-    def learn(ranks: Ranks) -> dict[str, Tensor]:
-        learner = make_learner(ranks=ranks, **of_learner)
-        for number in range(num_updates):
-            _, parts, sizes = batches[number % len(batches)]
-            ranks.split(sizes)
-            learner.update(parts[ranks.rank])
-        return {name: tensor for name, tensor in learner.state().items() if name not in RANDOM}
-
     for number in range(num_updates):
         alone.update(batches[number % len(batches)][0])
-    first, *others = together(size, learn)
-    for name, value in first.items():
-        np.testing.assert_allclose(value, alone.state()[name], rtol=1e-5, atol=1e-5, err_msg=name)
-        assert all(torch.equal(other[name], value) for other in others), name
+    assert_alike(
+        alone, together(size, lambda ranks: learn_parts(ranks, CPU, batches, num_updates, of_learner))
+    )
+
+
+def assert_alike(alone: Any, of_ranks: list[tuple[dict[str, Tensor], int]]) -> None:
+    """Ranks have the state of a learner that learned alone, and each other's to the last bit."""
+    first, *others = (state for state, _ in of_ranks)
+    expected = alone.state()
+    for name in first.keys() - {*RANDOM}:
+        np.testing.assert_allclose(first[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+        assert all(torch.equal(other[name], first[name]) for other in others), name
+
+
+def prepare(case: str, size: int) -> tuple[dict[str, Any], list[Any]]:
+    """Return what makes a learner of a case, and eight batches with their parts."""
+    name, spec, options = CASES[case]
+    options = options | SLOW
+    if name in ("ppo", "pqn"):  # one minibatch: those of ranks are others than those of one learner
+        options["minibatch_size"] = 60
+    of_learner = {"name": name, "spec": spec, **options}
+    alone = make_learner(**of_learner)
+    return of_learner, [parts_of(name, alone, spec, seed, size) for seed in range(8)]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [name for name in CASES if name not in LEFT_OUT])
 def test_ranks_learn_what_one_learner_learns(case: str, size: int) -> None:
-    name, spec, options = CASES[case]
-    options = options | SLOW
-    if name in ("ppo", "pqn"):  # one minibatch: those of ranks are others than those of one learner
-        options["minibatch_size"] = 60
-    alone = make_learner(name, spec, **options)
-    batches = [parts_of(name, alone, spec, seed, size) for seed in range(8)]
+    of_learner, batches = prepare(case, size)
     num_updates = 200 if case in LONG else 20
-    assert_learns_together(alone, batches, size, num_updates, name=name, spec=spec, **options)
+    assert_learns_together(make_learner(**of_learner), batches, size, num_updates, **of_learner)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    ("case", "size"), [*((case, 2) for case in (*LONG, "td3", "pqn")), ("sac", 3), ("ppo", 3)]
+)
+def test_ranks_on_gpus_learn_what_one_learner_learns(case: str, size: int) -> None:
+    gpu = torch.device("cuda")
+    of_learner, batches = prepare(case, size)
+    alone = make_learner(**of_learner, device=gpu)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        for number in range(200):
+            alone.update(on_device(batches[number % len(batches)][0], gpu))
+    of_ranks = on_gpus(size, learn_parts, batches, 200, of_learner)
+    assert all(of_ranks), "a rank has ended"
+    assert_alike(alone, of_ranks)
+    assert all((num > 0) == (case != "r2d2") for _, num in of_ranks)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_that_waits_for_a_lost_rank_is_free_again() -> None:
+    of_learner, batches = prepare("sac", 2)
+    (text, num_graphs), lost = on_gpus(2, lose_one, batches, of_learner)
+    assert lost is None and num_graphs > 0
+    assert "a learner of the group is lost" in text
 
 
 def test_minibatches_that_no_rank_has_are_left_out() -> None:

@@ -355,6 +355,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
 
     def finish(self, batch: Trajectories, num_steps: int) -> None:
         """End an iteration: count its transitions, and add its observations to the statistics."""
+        self.ranks.settle()
         if not self._is_observed:
             self.observe(batch)
         self._is_observed = False
@@ -389,10 +390,14 @@ class ActorCriticLearner(Generic[AnyOptions]):
         """Return the number, mean and variance of rows [N, ...], on the CPU in float64, of all ranks together."""
         if self.ranks.size == 1:
             return len(rows), rows.mean(dim=0), rows.var(dim=0, correction=0)
-        num = torch.tensor(len(rows) if self.ranks.share else 0)
-        sums = torch.stack((rows.sum(dim=0), rows.square().sum(dim=0))) * float(num > 0)
-        mean, square = self.ranks.add(sums) / self.ranks.add(num)
-        return int(num), mean, square - mean.square()
+        num = int(self.ranks.add(torch.tensor(len(rows) if self.ranks.share else 0)))
+        return num, *self._mean_and_variance(rows, num)
+
+    def _mean_and_variance(self, rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        """Return the mean and variance of rows [N, ...] in float64 and those of the other ranks, `num` in all."""
+        sums = torch.stack((rows.sum(dim=0), rows.square().sum(dim=0)))
+        mean, square = self.ranks.add(sums if self.ranks.share else sums.zero_()).div_(num).unbind()
+        return mean, (square - mean.square()).clamp(min=0.0)  # what is constant may come out below 0
 
     def standardized(self, values: Tensor) -> Tensor:
         """Return [B] less their mean over the minibatch, divided by their deviation; a single one as it is."""
@@ -401,7 +406,8 @@ class ActorCriticLearner(Generic[AnyOptions]):
         if self.ranks.size == 1:
             std, mean = torch.std_mean(values)
             return (values - mean) / (std + 1e-8)
-        num, mean, variance = self._moments(values.to("cpu", torch.float64))
+        num = self.ranks.total
+        mean, variance = self._mean_and_variance(values.double(), num)
         std = (variance * num / (num - 1)).sqrt()
         return (values - mean.to(values)) / (std.to(values) + 1e-8)
 

@@ -142,5 +142,6 @@ def _metrics(learner: Learner, prepared: Prepared, *, clip: float) -> dict[str, 
     }
     # The ranks end an iteration together: these are means over all of them.
     means = dict(zip(means, learner.ranks.mean(torch.stack([*means.values()])), strict=True))
+    learner.ranks.settle()
     explained = 1 - unexplained / prepared.return_.var(correction=0).clamp(min=1e-8)
     return {**means, "explained_variance": explained}
