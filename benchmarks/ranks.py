@@ -55,7 +55,7 @@ def main() -> None:
     options.add_argument(
         "--hosts",
         action="store_true",
-        help="tell NCCL that each learner is on a host, so that it lets them share",
+        help="use NCCL, and tell it that each learner is on a host, so that it lets them share",
     )
     options.add_argument("--rank", nargs=4, metavar=("TASK", "RANK", "SIZE", "PORT"), help=argparse.SUPPRESS)
     arguments = options.parse_args()
@@ -93,7 +93,11 @@ def together(task: str, size: int, arguments: argparse.Namespace) -> dict[str, f
             ],
             env=os.environ
             | {"LOCAL_RANK": str(rank)}
-            | ({"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"} if arguments.hosts else {}),
+            | (
+                {"DDRL_NCCL": "1", "NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"}
+                if arguments.hosts
+                else {}
+            ),
             stdout=subprocess.PIPE,
             text=True,
         )

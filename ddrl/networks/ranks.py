@@ -1,8 +1,8 @@
 """The learners of one run that make each update together: every rank takes part of the batch, and gradients are added.
 
 All ranks have the same parameters, as they add the same gradients in the same order; no parameter travels. The group of
-processes is torch's gloo. Where each rank has a GPU of its own, tensors on the GPUs are added by NCCL, and do not leave
-them.
+processes is torch's gloo. Where DDRL_NCCL is 1 and each rank has a GPU of its own, tensors on the GPUs are added by
+NCCL, and do not leave them.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def _gpu(device: torch.device) -> bytes:
 
     NCCL takes one GPU for two if it is told that they are on two hosts, by NCCL_HOSTID.
     """
-    if device.type != "cuda" or not distributed.is_nccl_available():
+    if os.environ.get("DDRL_NCCL") != "1" or device.type != "cuda" or not distributed.is_nccl_available():
         return b""
     return f"{torch.cuda.get_device_properties(device).uuid} {os.environ.get('NCCL_HOSTID', '')}".encode()
 

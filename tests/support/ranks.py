@@ -83,7 +83,7 @@ def _on_gpu(
     sender: Any, rank: int, size: int, port: int, timeout_s: float, work: Callable[..., Any], arguments: Any
 ) -> None:
     """Be one of the ranks of `on_gpus`."""
-    os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"}
+    os.environ |= {"DDRL_NCCL": "1", "NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"}
     gpu = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(gpu)
     ranks, store = Ranks(rank, size), TCPStore("127.0.0.1", port)
