@@ -11,7 +11,6 @@ import torch
 from support.algorithms import CPU, DISCRETE, Options, make_learner
 from support.ranks import learn_parts, lose_one, on_gpus, parts_of, together
 from support.subjects import CASES, on_device
-from torch import Tensor
 
 from ddrl.algorithms.actor_critic.learner import Prepared
 from ddrl.networks.ranks import Ranks
@@ -39,13 +38,13 @@ def assert_learns_together(
     )
 
 
-def assert_alike(alone: Any, of_ranks: list[tuple[dict[str, Tensor], int]]) -> None:
+def assert_alike(alone: Any, of_ranks: list[tuple[dict[str, np.ndarray], int]]) -> None:
     """Ranks have the state of a learner that learned alone, and each other's to the last bit."""
     first, *others = (state for state, _ in of_ranks)
     expected = alone.state()
     for name in first.keys() - {*RANDOM}:
         np.testing.assert_allclose(first[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
-        assert all(torch.equal(other[name], first[name]) for other in others), name
+        assert all(np.array_equal(other[name], first[name]) for other in others), name
 
 
 def prepare(case: str, size: int) -> tuple[dict[str, Any], list[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +15,7 @@ from support import reference_ppo
 from support.algorithms import CPU, make_learner
 from support.processes import SLOW_S
 from support.subjects import batch_for, on_device
-from torch import Tensor, distributed
+from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddrl.networks.device import to_device
@@ -69,7 +68,7 @@ def on_gpus(size: int, work: Callable[..., Any], *arguments: Any, timeout_s: flo
         for receiver in receivers:
             assert receiver.poll(SLOW_S), "a rank hangs"
             try:
-                results.append(pickle.loads(receiver.recv_bytes()))
+                results.append(receiver.recv())
             except EOFError:
                 results.append(None)
         return results
@@ -90,7 +89,7 @@ def _on_gpu(
     ranks.join(store, device=gpu, address="127.0.0.1", timeout_s=timeout_s)
     assert ranks.stays_on_device, "NCCL does not connect the GPUs"
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-        sender.send_bytes(pickle.dumps(work(ranks, gpu, *arguments)))
+        sender.send(work(ranks, gpu, *arguments))
     ranks.leave()
 
 
@@ -121,7 +120,7 @@ def parts_of(
 
 def learn_parts(
     ranks: Ranks, device: torch.device, batches: list[Any], num_updates: int, of_learner: dict[str, Any]
-) -> tuple[dict[str, Tensor], int]:
+) -> tuple[dict[str, np.ndarray], int]:
     """Learn from this rank's parts of batches, by turns; return the state in the end, and the number of graphs."""
     learner = make_learner(ranks=ranks, device=device, **of_learner)
     for number in range(num_updates):
@@ -130,7 +129,8 @@ def learn_parts(
         learner.update(on_device(parts[ranks.rank], device))
         ranks.settle()
     captured = getattr(learner, "_captured", None)
-    return learner.state(), len(captured._graphs) if captured else 0
+    state = {name: tensor.numpy() for name, tensor in learner.state().items()}
+    return state, len(captured._graphs) if captured else 0
 
 
 def lose_one(
