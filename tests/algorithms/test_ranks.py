@@ -93,6 +93,18 @@ def test_a_gpu_that_waits_for_a_lost_rank_is_free_again() -> None:
     assert "a learner of the group is lost" in text
 
 
+def test_advantages_that_are_all_alike_stay_finite() -> None:
+    """The mean of their squares may be below the square of their mean, by rounding."""
+
+    def standardized(ranks: Ranks) -> list[float]:
+        learner = make_learner("ppo", DISCRETE, ranks=ranks)
+        ranks.split([500, 500])
+        found: list[float] = learner.standardized(torch.full((500,), -0.2784961760044098)).tolist()
+        return found
+
+    assert together(2, standardized) == [[0.0] * 500] * 2
+
+
 def test_minibatches_that_no_rank_has_are_left_out() -> None:
     """Few long sequences make fewer minibatches than are wanted; a rank without a part takes part with a blank."""
 
