@@ -92,12 +92,8 @@ class Captured:
         if any(value.device.type == "cpu" for value in columns.values()):
             return self._function(batch, **numbers, **flags)
         kinds = ((name, value.shape, value.dtype) for name, value in columns.items())
-        key = (
-            self._ranks.sizes,
-            *numbers,
-            *flags.values(),
-            *kinds,
-        )  # the ranks' shares are numbers of a graph
+        # The shares of the ranks are constants of a graph.
+        key = (self._ranks.sizes, *numbers, *flags.values(), *kinds)
         graph = self._graphs.pop(key, None)
         if graph is None:
             self._calls[key] += 1
