@@ -41,14 +41,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--parallel", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="pairs of sweeps, by turns")
     arguments = parser.parse_args()
     print(heading(f"A sweep of {arguments.trials} CartPole trials") + "\n")
     print("| trials at a time | seconds | with a result |\n|---|---|---|")
-    taken = {}
-    for parallel in (1, arguments.parallel):
-        taken[parallel], num = seconds(parallel, arguments.trials)
-        print(f"| {parallel} | {taken[parallel]:.0f} | {num} |", flush=True)
-    print(f"\n{taken[1] / taken[arguments.parallel]:.2f} times as fast")
+    taken: dict[int, list[float]] = {1: [], arguments.parallel: []}
+    for _ in range(arguments.rounds):
+        for parallel, found in taken.items():
+            one, num = seconds(parallel, arguments.trials)
+            found.append(one)
+            print(f"| {parallel} | {one:.0f} | {num} |", flush=True)
+    print(f"\n{sum(taken[1]) / sum(taken[arguments.parallel]):.2f} times as fast")
 
 
 if __name__ == "__main__":
