@@ -7,9 +7,8 @@ NCCL, and do not leave them.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from datetime import timedelta
@@ -20,8 +19,6 @@ import torch
 from torch import Generator, Tensor, distributed
 
 T = TypeVar("T", bound=Sized)
-
-log = logging.getLogger(__name__)
 
 _POLL_S = 2e-5
 _ASK_S = 0.5  # after which a GPU may wait for a rank that has ended
@@ -90,49 +87,20 @@ class Ranks:
         self._device, self._timeout_s = device, timeout_s
         gpus = self.exchange(_gpu(device))
         if all(gpus) and len({*gpus}) == self.size:
-            self._join_gpus(store)
+            from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    def _join_gpus(self, store: Any) -> None:
-        """Connect the GPUs; where one of them cannot be, tensors go through the CPU."""
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-        os.environ.update(_NCCL)
-        nccl: Any = distributed.ProcessGroupNCCL
-        groups: list[Any] = []
-        reason = "no answer"
-
-        def connect() -> None:
-            nonlocal reason
-            try:
-                groups.append(nccl(PrefixStore("gpus", store), self.rank, self.size, nccl.Options()))
-                groups[0].allreduce([torch.zeros(1, device=self._device)]).wait()
-                torch.cuda.synchronize(self._device)
-                reason = ""
-            except RuntimeError as error:
-                reason = _reason(error) or "it failed"
-
-        thread = threading.Thread(None, connect, "nccl", daemon=True)  # as it may wait forever
-        thread.start()
-        thread.join(self._timeout_s / 2)  # the others' messages wait for this long and more
-        self._gpus = next(iter(groups), None)
-        if reasons := [text.decode() for text in self.exchange(reason.encode()) if text]:
-            log.warning("gradients go through the CPU, as NCCL does not connect the GPUs: %s", reasons[0])
-            self._leave_gpus()
+            os.environ.update(_NCCL)
+            nccl: Any = distributed.ProcessGroupNCCL
+            self._gpus = nccl(PrefixStore("gpus", store), self.rank, self.size, nccl.Options())
 
     def leave(self) -> None:
         """Close the connections; the other ranks lose this one, and what this GPU waits for is given up."""
-        self._group = None
-        self._leave_gpus()
-
-    def _leave_gpus(self) -> None:
-        gpus, self._gpus = self._gpus, None
+        self._group, gpus, self._gpus = None, self._gpus, None
         for forget in self._forgets:  # NCCL waits for the end of graphs
             forget()
         if gpus is not None:
-            try:
+            with contextlib.suppress(RuntimeError):  # it takes too long
                 gpus.abort()
-            except RuntimeError as error:
-                log.warning("the connection of the GPUs is not closed: %s", _reason(error))
 
     def before_leaving(self, forget: Callable[[], None]) -> None:
         """Have `forget` called before this rank leaves; it ends CUDA graphs, which may hold sums."""
