@@ -239,7 +239,8 @@ class Ranks:
                 raise RankLostError("this rank has left its group")
             getattr(group, name)(*arguments).wait()
         except RuntimeError as error:
-            raise RankLostError(f"a learner of the group is lost: {_reason(error)}") from None
+            kind = RankLostError if group is self._group else StateLostError
+            raise kind(f"a learner of the group is lost: {_reason(error)}") from None
         finally:
             self.waited_s += time.monotonic() - started
 
