@@ -147,6 +147,7 @@ def learn(
     if device.type == "cuda":
         torch.cuda.synchronize()
     took = time.perf_counter() - started
+    ranks.leave()
     epochs = options.get("num_epochs", 1)
     parameters = learner.critic_parameters if hasattr(learner, "critic_parameters") else learner.parameters
     return {

@@ -427,14 +427,18 @@ class _Attempt:
         with artifacts.following(self._run, self._token, self._folder):
             self._round_at = self._signals_at = time.monotonic()
             service.start()
+            lost = None
             try:
                 self._learner.train()
+            except StateLostError as error:
+                lost = error
             except Exception as error:
                 self._error = self._error or error
             finally:
                 self._learner.stopping.set()
                 self._learner.core.ranks.leave()  # so that nothing waits for a lost rank any more
                 service.join()
+            self._error = lost or self._error
             self._round_at = None
 
     def _serve(self) -> None:
@@ -577,9 +581,11 @@ class _Attempt:
         if isinstance(error, NotFiniteError):
             error = self._go_back(error)
         if isinstance(error, RankLostError):
-            self._regroup, self._peer.is_lost, error = str(error), True, None
-            if isinstance(self._error, StateLostError):
+            self._regroup, self._peer.is_lost = str(error), True
+            if is_lockstep or isinstance(error, StateLostError):
+                log.warning("%s: goes back to the newest checkpoint", self._run)
                 raise _RegroupError(self._regroup)
+            error = None
         if error is not None:
             self._set_status("failed", f"{type(error).__name__}: {error}")
         elif reached := self._reached():

@@ -8,6 +8,7 @@ batch is copied.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ddrl.networks.ranks import ALONE, Ranks
 log = logging.getLogger(__name__)
 
 _EAGER_CALLS = 3  # before a capture: libraries choose their kernels and allocate
-_MOST_GRAPHS = 8  # for each rank, as the parts of batches have more sizes
+_MOST_GRAPHS = 8  # times the number of ranks: the more there are, the more sizes the parts of batches have
 _CALLS_TO_REPLACE = 30  # before a capture in place of an older one
 
 
@@ -109,7 +110,8 @@ class Captured:
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
             if not self._ranks.agree(graph is not None) or graph is None:
-                self._captures = False
+                self._captures = bool(self._graphs)
+                self._calls[key] = -sys.maxsize  # not again
                 log.warning("updates are not captured as CUDA graphs: %s", reason)
                 return self._function(batch, **numbers, **flags)
         if numbers:

@@ -21,7 +21,7 @@ from torch import Generator, Tensor, distributed
 T = TypeVar("T", bound=Sized)
 
 _POLL_S = 2e-5
-_ASK_S = 0.5  # after which a GPU may wait for a rank that has ended
+_ASK_S = 0.5  # after which the ranks ask each other although a GPU is not done: another may have ended
 # A lost rank is not the end of this process, nor a reason to wait until torch has written down what it knows.
 _NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -36,7 +36,7 @@ class RankLostError(RuntimeError):
 
 
 class StateLostError(RankLostError):
-    """The same, and this rank's parameters may be wrong, as the GPU gave up a sum."""
+    """The same, and this rank's parameters are in doubt, as a sum on the GPU may have been given up."""
 
 
 class Ranks:
@@ -50,8 +50,8 @@ class Ranks:
         sizes: rows of each rank of the batch in hand.
         total: rows of all ranks together.
         rows: those of this rank.
-        waited_s, num_calls: the processor's time in calls of the group, which includes waiting for the others; their
-            number.
+        waited_s, num_calls: time spent in calls of the group, which includes waiting for the others, but by NCCL only the
+            GPU waits; their number.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -87,11 +87,13 @@ class Ranks:
         self._device, self._timeout_s = device, timeout_s
         gpus = self.exchange(_gpu(device))
         if all(gpus) and len({*gpus}) == self.size:
-            from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
             os.environ.update(_NCCL)
             nccl: Any = distributed.ProcessGroupNCCL
-            self._gpus = nccl(PrefixStore("gpus", store), self.rank, self.size, nccl.Options())
+            try:
+                own = distributed.PrefixStore("gpus", store)  # type: ignore[attr-defined]
+                self._gpus = nccl(own, self.rank, self.size, nccl.Options())
+            except RuntimeError as error:
+                raise RankLostError(f"the GPUs do not find each other: {_reason(error)}") from None
 
     def leave(self) -> None:
         """Close the connections; the other ranks lose this one, and what this GPU waits for is given up."""
@@ -227,7 +229,7 @@ class Ranks:
         return values
 
     def _call(self, group: Any, name: str, *arguments: Any) -> None:
-        """Wait for a call of a group; of the GPUs', only they do.
+        """Wait for a call of a group; of NCCL's, only the GPU waits.
 
         Raises:
             RankLostError: a rank has ended, or did not answer in time.

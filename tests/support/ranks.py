@@ -88,9 +88,11 @@ def _on_gpu(
     ranks, store = Ranks(rank, size), TCPStore("127.0.0.1", port)
     ranks.join(store, device=gpu, address="127.0.0.1", timeout_s=timeout_s)
     assert ranks.stays_on_device, "NCCL does not connect the GPUs"
-    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-        sender.send(work(ranks, gpu, *arguments))
-    ranks.leave()
+    try:
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+            sender.send(work(ranks, gpu, *arguments))
+    finally:
+        ranks.leave()
 
 
 def parts_of(
