@@ -50,8 +50,8 @@ class Ranks:
         sizes: rows of each rank of the batch in hand.
         total: rows of all ranks together.
         rows: those of this rank.
-        waited_s, num_calls: time spent in calls of the group, which includes waiting for the others, but by NCCL only the
-            GPU waits; their number.
+        waited_s, num_calls: time spent in calls of the group, which includes waiting for the others (by NCCL, only the
+            GPU waits); their number.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
