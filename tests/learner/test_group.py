@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.algorithms import CPU
 from support.learners import Run, endless_config, in_threads, pick_config, playing, resolve, until
 from support.processes import SLOW_S
@@ -22,9 +23,10 @@ from ddrl.config import ConfigError, validate
 from ddrl.learner import rendezvous
 from ddrl.learner.core import Core
 from ddrl.learner.group import Leading, follow
-from ddrl.networks.ranks import RankLostError, Ranks
+from ddrl.learner.publisher import decode_tensors
+from ddrl.networks.ranks import RankLostError, Ranks, StateLostError
 from ddrl.replay.reader import Decoded
-from ddrl.store import connection, learners, leases, runs
+from ddrl.store import checkpoints, connection, learners, leases, runs, weights
 from ddrl.store.learners import Group, Member
 from ddrl.types import Played
 
@@ -66,6 +68,40 @@ def test_learners_join_learn_together_leave_and_are_replaced(server, learn, log,
     until(lambda: run.state.ended, SLOW_S)
     assert run.audit().is_balanced and not run.dead
     until(lambda: ranks_of(run) == [], SLOW_S)
+
+
+@pytest.mark.parametrize(("error", "lockstep"), [(StateLostError, False), (RankLostError, True)])
+def test_an_update_that_is_in_doubt_is_neither_saved_nor_published(
+    server, learn, log, monkeypatch: pytest.MonkeyPatch, error: type[RankLostError], lockstep: bool
+) -> None:
+    run, real, is_due = (
+        Run(server, endless_config(learner=TWO | {"lockstep": lockstep})),
+        Core.learn,
+        threading.Event(),
+    )
+
+    def lose(core: Core, batch: Any) -> dict[str, torch.Tensor]:
+        metrics = real(core, batch)
+        if is_due.is_set():
+            is_due.clear()
+            core.algorithm.critic_parameters.vector.data.fill_(77.125)
+            core.algorithm.actor_parameters.vector.data.fill_(77.125)
+            raise error("a rank has ended")
+        return metrics
+
+    monkeypatch.setattr(Core, "learn", lose)
+    learn(run)
+    with playing(run.url, run.id):
+        until(lambda: run.meta and run.meta["updates"] > 0, SLOW_S)
+        is_due.set()
+        until(lambda: "goes back to the newest checkpoint" in log.text, SLOW_S)
+        before = run.state
+        until(lambda: run.state.version > before.version + 3 and run.meta["updates"] > before.updates, SLOW_S)
+    newest = checkpoints.load(run.client, run.id)
+    assert newest is not None
+    kept = [weights.get(run.client, run.id, version) for version in run.index.sizes]
+    for blob in (newest[0], *filter(None, kept)):  # a version may have been dropped meanwhile
+        assert not any(bool((tensor == 77.125).any()) for _, tensor in decode_tensors(blob).items())
 
 
 def test_what_a_follower_refuses_the_leader_reports(server, learn) -> None:
