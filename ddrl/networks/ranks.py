@@ -111,7 +111,7 @@ class Ranks:
 
     @property
     def stays_on_device(self) -> bool:
-        """Whether sums of tensors on the device do not leave it."""
+        """True if sums of tensors on the device do not leave it."""
         return self.size == 1 or self._gpus is not None
 
     def settle(self) -> None:
