@@ -29,6 +29,10 @@ ALLOW_VARIABLE = "DDRL_ALLOW_MODULES"  # comma-separated modules whose code may 
 # In an info: version of the weights that played the other side of a game; -1: another player.
 OPPONENT = "opponent"
 MAX_BYTES = 1_000_000  # of a YAML file
+FORMER_OPTIONS: dict[str, dict[str, Any]] = {
+    "ppo": {"normalize_observations": False, "normalize_returns": False}
+}
+"""Options of algorithms with the defaults that they had before; stored configs that do not name them are that old."""
 MAX_RESULT = 20_000  # numbers in the result of an evaluation, which is one entry of a stream
 
 Durability = Literal["process", "disk", "replica"]
@@ -503,6 +507,17 @@ def validate(tree: Mapping[str, Any]) -> RunConfig:
         ConfigError: a setting cannot be used.
     """
     return parse(RunConfig, tree)
+
+
+def validate_stored(tree: Any) -> RunConfig:
+    """Return the RunConfig that was stored as `tree`, with the defaults of its time.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+    """
+    if isinstance(tree, dict) and isinstance(algorithm := tree.get("algorithm"), dict):
+        tree = tree | {"algorithm": FORMER_OPTIONS.get(str(algorithm.get("name")), {}) | algorithm}
+    return validate(tree)
 
 
 def options(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:

@@ -16,7 +16,7 @@ import numpy as np
 from ddrl import envs
 from ddrl.algorithms import base
 from ddrl.algorithms.base import advance
-from ddrl.config import ConfigError, EnvConfig, ModuleError, RunConfig, first_line, validate
+from ddrl.config import ConfigError, EnvConfig, ModuleError, RunConfig, first_line, validate_stored
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.networks.placement import new_layers_on
 from ddrl.store import runs, weights
@@ -128,7 +128,7 @@ def load(path: str | Path) -> LoadedPolicy:
         found = " ".join(metadata.get("format", "no format").split())[:80]
         raise PolicyFileError(f"{path}: is {found}, not {FORMAT}; export it again with this version of ddrl")
     try:
-        config = validate(json.loads(metadata["config"]))
+        config = validate_stored(json.loads(metadata["config"]))
         spaces = EnvSpec.from_json(json.loads(metadata["spaces"]))
         run, version = metadata["run"], int(metadata["version"])
         if (spaces.has_mask, spaces.frame_stack) != (config.env.action_mask, config.env.frame_stack):

@@ -20,6 +20,7 @@ from torch import nn
 from ddrl import config, envs, policy
 from ddrl.algorithms import base
 from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
+from ddrl.runs import submit
 from ddrl.runs.evaluation import score
 from ddrl.store import weights
 
@@ -89,7 +90,7 @@ def export(preset: str, *overrides: str, seed: int = 1) -> None:
     arrays = {name: np.asarray(tensor) for name, tensor in learner.weights().items()}
     if "observation_std" in arrays:  # small velocities count: this car climbs the hill
         arrays["observation_std"] = np.array([10.0, 0.001], np.float32)
-    tree = settings.model_dump(mode="json", by_alias=True)
+    tree = submit.named(settings, spaces).model_dump(mode="json", by_alias=True)
     write(Path("lunar.safetensors"), tree, spaces, arrays)
 
 

@@ -307,6 +307,7 @@ def resolve(config: RunConfig, spec: EnvSpec) -> Resolved:
     try:
         with new_layers_on("meta"):
             own.check(spec)
+            own = own.fitted(spec)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if (num := config.learner.num_learners) > 1 and own.learns_alone:

@@ -60,6 +60,10 @@ class AlgorithmConfig(Section):
         """Transitions that one update counts for in `replay.samples_per_insert`."""
         return self.batch_size
 
+    def fitted(self, spec: EnvSpec) -> Self:
+        """Return the options with a value for each that only the environment decides."""
+        return self
+
     @abstractmethod
     def check(self, spec: EnvSpec) -> None:
         """Refuse an environment or a network that the algorithm cannot use.

@@ -10,7 +10,7 @@ import numpy as np
 
 from ddrl import envs
 from ddrl.algorithms import base
-from ddrl.config import OPPONENT, ConfigError, RunConfig, Section, load
+from ddrl.config import FORMER_OPTIONS, OPPONENT, ConfigError, RunConfig, Section, load
 from ddrl.envs import requirements
 from ddrl.envs.goals import find_goals
 from ddrl.replay.experience import is_compressed, longest_fragment_steps, rate_limiter
@@ -275,6 +275,7 @@ def create(
     if spaces.is_two_player and OPPONENT not in config.env.metrics:  # for the ratings
         env = config.env.model_copy(update={"metrics": (OPPONENT, *config.env.metrics)})
         config = config.model_copy(update={"env": env})
+    config = named(config, spaces)
     check_memory(client, config)
     if reason := connection.why_not_durable(client, config.durability):
         raise ConfigError(f"durability: {config.durability}, but {reason}, or use durability process")
@@ -287,6 +288,13 @@ def create(
         text += f", and the policy of {initial[0]}" if initial else ""
         runs.note(client, run, "warm start", text)
     return run
+
+
+def named(config: RunConfig, spaces: EnvSpec) -> RunConfig:
+    """Return a config that names the options in FORMER_OPTIONS, as it is to be stored."""
+    own, options = base.resolve(config, spaces).config, dict(config.algorithm)
+    options |= {name: getattr(own, name) for name in FORMER_OPTIONS.get(options["name"], {})}
+    return config.model_copy(update={"algorithm": options})
 
 
 def shadow_config(client: Redis, source: str, options: Sequence[str]) -> RunConfig:

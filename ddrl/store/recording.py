@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import hiredis
 
-from ddrl.config import ConfigError, RunConfig, first_line, validate
+from ddrl.config import ConfigError, RunConfig, first_line, validate_stored
 from ddrl.store import capped_streams, keys, leases, runs, stream
 from ddrl.store.connection import Redis, StoreError
 from ddrl.store.local_checkpoints import write_whole
@@ -217,7 +217,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _config(folder: Path, about: dict[str, Any]) -> tuple[RunConfig, EnvSpec]:
     try:
-        return validate(about["config"]), EnvSpec.from_json(about["spaces"])
+        return validate_stored(about["config"]), EnvSpec.from_json(about["spaces"])
     except (ConfigError, ValueError) as error:
         raise StoreError(f"{folder}: was recorded by another version of ddrl ({first_line(error)})") from None
 

@@ -354,10 +354,10 @@ def config(client: Redis, run: str) -> RunConfig:
         UnknownRunError: there is no such run.
         StoreError: this version of ddrl cannot read it.
     """
-    from ddrl.config import ConfigError, validate  # takes longer than a listing that needs no config
+    from ddrl.config import ConfigError, validate_stored  # takes longer than a listing that needs no config
 
     try:
-        return validate(spec(client, run))
+        return validate_stored(spec(client, run))
     except ConfigError as error:
         raise StoreError(
             f"run {run}: was stored by another version of ddrl ({error}); finish it with that version, or end it with "

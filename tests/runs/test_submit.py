@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from redis import Redis
 from support.algorithms import Options
+from support.runs import start
 
 from ddrl import config, envs
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.runs import submit
+from ddrl.store import runs
 from ddrl.worker.collector import Collector
 
 CARTPOLE, CATCH = {"id": "CartPole-v1", "num_envs": 4}, {"id": "ddrl/Catch-v0", "num_envs": 4}
@@ -52,6 +55,24 @@ def refused(env: Options, algorithm: Options, **sections: Any) -> str:
 )
 def test_what_can_be_done_is_accepted(env: Options, algorithm: Options, sections: Options) -> None:
     assert submit.prepare(tree(env, algorithm, **sections)).frame_stack == env.get("frame_stack", 1)
+
+
+def test_a_run_names_the_options_whose_defaults_have_changed(client: Redis) -> None:
+    """One that does not is older, and keeps the defaults of its time."""
+    normalize = {"normalize_observations": True, "normalize_returns": True}
+    for given in ({}, {"normalize_returns": False}):
+        run = start(client, tree(CARTPOLE, PPO | given))
+        assert runs.config(client, run).algorithm == PPO | normalize | given
+    options, spaces = tree(CARTPOLE, PPO), runs.spaces(client, run)
+    older = runs.config(client, runs.create(client, options, spaces))
+    assert not base.resolve(older, spaces).config.normalize_observations
+    assert not base.resolve(older, spaces).config.normalize_returns
+    assert base.resolve(options, spaces).config.normalize_observations
+
+
+def test_images_are_not_normalized_by_default() -> None:
+    options = tree(CATCH, PPO | {"network": "nature"})
+    assert base.resolve(options, submit.prepare(options)).config.normalize_observations is False
 
 
 LONG = {**R2D2, "sequence_length": 80, "overlap": 70}

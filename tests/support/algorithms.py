@@ -36,7 +36,10 @@ SMALL: dict[str, Options] = {
         "hidden_sizes": (6, 5), "recurrent_size": 7, "sequence_length": 5, "overlap": 2, "burn_in": 4, "n_step": 3,
         "gamma": 0.9, "learning_rate": 1e-2, "adam_eps": 1e-5, "loss_reduction": "mean",
     },
-    "ppo": {"hidden_sizes": (6, 5), "batch_size": 60, "minibatch_size": 20, "num_epochs": 2, "learning_rate": 1e-2},
+    "ppo": {
+        **{"hidden_sizes": (6, 5), "batch_size": 60, "minibatch_size": 20, "num_epochs": 2, "learning_rate": 1e-2},
+        "normalize_returns": False,
+    },
     "impala": {"hidden_sizes": (6, 5), "batch_size": 60},
     "pqn": {"hidden_sizes": (6, 5), "batch_size": 60, "minibatch_size": 20, "num_epochs": 2, "learning_rate": 1e-2},
     "docs.own_algorithm": {"hidden_sizes": (8,), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},

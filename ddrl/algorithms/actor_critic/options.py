@@ -9,7 +9,7 @@ Source: Schulman et al. 2017, arXiv:1707.06347; Huang et al. 2022, "The 37 imple
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -64,10 +64,10 @@ class Options(NetworkConfig):
     batch_size: PositiveInt = 2_048
     """Transitions of one iteration, after which a version of the weights is published. More is steadier per version,
     but versions come later. Usual: 512 to 16,384."""
-    normalize_observations: bool = False
-    """Shift and scale observations by their running mean and deviation, clipped at 10 deviations. For vectors whose
-    entries differ in scale."""
-    normalize_returns: bool = False
+    normalize_observations: bool | None = None
+    """Shift and scale observations by their running mean and deviation, clipped at 10 deviations; vectors only. null:
+    of vectors yes."""
+    normalize_returns: bool = True
     """The critic predicts returns in units of their own mean and deviation, and advantages have that unit too, so that
     the size of rewards does not matter (PopArt)."""
 
@@ -93,6 +93,12 @@ class Options(NetworkConfig):
             remedy = "pass it in network_kwargs"
             self.refuse_changed(f"on {self.network}", "hidden_sizes", "activation", remedy=remedy)
         return self
+
+    def fitted(self, spec: EnvSpec) -> Self:
+        """Return the options with a decision about `normalize_observations`."""
+        if self.normalize_observations is not None:
+            return self
+        return self.model_copy(update={"normalize_observations": spec.is_vector})
 
     def check(self, spec: EnvSpec) -> None:
         """Refuse unbounded actions, and a network that cannot take the observations."""
