@@ -4,7 +4,7 @@
     python benchmarks/defaults.py report > docs/defaults.md       # report and plot what is there
 
 A run plays and learns in one process, with ddrl's own collector, replay and learner and without a server, so that play
-and updates keep their ratio exactly; weights go to play every 250 updates of SAC, or after each iteration of PPO. Each
+and updates keep their ratio; weights go to play every 250 updates of SAC, or after each iteration of PPO. Each
 run is as long as its task says; ten times meanwhile it is evaluated, on episodes of fixed seeds. An option that a
 variant does not name has the value of the study's base. Needs the extras box2d and mujoco. Progress goes to stderr.
 """
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,16 +261,18 @@ def report(rows: list[Row]) -> str:
     """Return the tables, of the last evaluation's mean return, and draw the curves."""
     lines = [
         "# The studies behind the defaults of SAC and PPO\n",
-        f"`{Path(sys.argv[0]).name}`, {len(rows)} runs. {rows[-1]['facts']}\n",
+        f"`{Path(sys.argv[0]).name}`, {len(rows)} runs.\n",
         "Median of the seeds, lowest and highest in brackets, of the mean return at the end of the run, whose length",
         "stands beside the task: in updates of SAC (8 env steps each), in env steps of PPO. Below each table are the",
         "options that differ from the former defaults.",
     ]
     for name, study in STUDIES.items():
         own = [row for row in rows if row["algorithm"] == name]
+        made = "; ".join(f"{num} on {known}" for known, num in Counter(row["facts"] for row in own).items())
         tasks = [f"{task}, {num // 1000}k" for task, num in study.tasks.items()]
         lines += [
             f"\n## {name.upper()}\n",
+            f"Runs: {made}.\n",
             f"| variant | {' | '.join(tasks)} |",
             "|---|" + "---|" * len(tasks),
         ]
@@ -302,7 +305,7 @@ def draw(study: Study, rows: list[Row], path: Path) -> None:
             curves = [one["curve"] for one in rows if (one["variant"], one["task"]) == (variant, task)]
             if not curves:
                 continue
-            times, returns = [point[place] for point in curves[0]], np.array(curves)[:, :, 2]
+            times, returns = np.array(curves)[:, :, place].mean(axis=0), np.array(curves)[:, :, 2]
             axes.plot(times, returns.mean(axis=0), color=f"C{number}", label=variant)
             axes.fill_between(times, returns.min(axis=0), returns.max(axis=0), color=f"C{number}", alpha=0.1)
         axes.set_title(task)

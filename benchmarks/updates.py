@@ -67,6 +67,7 @@ DISCRETE = {"kwargs": {"shape": [8], "num_actions": 4}}
 IMAGES = {"kwargs": {"shape": [84, 84], "num_actions": 6}, "frame_stack": 4}
 BIG: dict[str, Any] = {"hidden_sizes": [256, 256], "batch_size": 256}
 NATURE: dict[str, Any] = {"network": "nature", "hidden_sizes": [512]}
+PLAIN = {"normalize_observations": False, "normalize_returns": False}
 TASKS: dict[str, Callable[[], RunConfig]] = {  # made when chosen
     "sac": lambda: task("sac", BOX, 100_000, layer_norm=False, **BIG),
     "sac, layer norm": lambda: task("sac", BOX, 100_000, layer_norm=True, **BIG),
@@ -84,9 +85,9 @@ TASKS: dict[str, Callable[[], RunConfig]] = {  # made when chosen
         "dqn", IMAGES, 20_000, batch_size=256, prioritized=True, double=True, dueling=True, **NATURE
     ),
     "r2d2, nature, 64 x (40+80)": lambda: task("r2d2", IMAGES, 20_000, batch_size=64, **NATURE),
-    "ppo": lambda: task("ppo", BOX, 0),
+    "ppo": lambda: task("ppo", BOX, 0, **PLAIN),
     "ppo, nature, 8 x 128 x 4": lambda: task(
-        "ppo", IMAGES, 0, num_envs=8, batch_size=1024, minibatch_size=256, num_epochs=4, **NATURE
+        "ppo", IMAGES, 0, num_envs=8, batch_size=1024, minibatch_size=256, num_epochs=4, **NATURE, **PLAIN
     ),
     "impala": lambda: task("impala", DISCRETE, 0),
     "pqn": lambda: task("pqn", DISCRETE, 0),

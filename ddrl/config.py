@@ -29,11 +29,11 @@ ALLOW_VARIABLE = "DDRL_ALLOW_MODULES"  # comma-separated modules whose code may 
 # In an info: version of the weights that played the other side of a game; -1: another player.
 OPPONENT = "opponent"
 MAX_BYTES = 1_000_000  # of a YAML file
+MAX_RESULT = 20_000  # numbers in the result of an evaluation, which is one entry of a stream
 FORMER_OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"normalize_observations": False, "normalize_returns": False}
 }
-"""Options of algorithms with the defaults that they had before; stored configs that do not name them are that old."""
-MAX_RESULT = 20_000  # numbers in the result of an evaluation, which is one entry of a stream
+"""Former defaults of options, by algorithm; a stored config that does not name them was written when these held."""
 
 Durability = Literal["process", "disk", "replica"]
 

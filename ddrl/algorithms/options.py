@@ -61,7 +61,7 @@ class AlgorithmConfig(Section):
         return self.batch_size
 
     def fitted(self, spec: EnvSpec) -> Self:
-        """Return the options with a value for each that only the environment decides."""
+        """Return the options, with a value for each that was left to the environment."""
         return self
 
     @abstractmethod

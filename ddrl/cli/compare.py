@@ -58,7 +58,7 @@ def compare(
 
 def report(client: Client, records: Sequence[Records]) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
     """Return a row of results for each run, and the options in which they differ with each one's value."""
-    from ddrl.config import flat
+    from ddrl.config import FORMER_OPTIONS, flat
 
     settings = [
         {"from": each.state.warm or LACKING} | values_of(each.config, store.spaces(client, each.state.run))
@@ -66,7 +66,8 @@ def report(client: Client, records: Sequence[Records]) -> tuple[list[dict[str, A
     ]
     now_s = store.server_ms(client) / 1e3
     stored = {name for each in records for name in flat(each.config.model_dump(by_alias=True))}
-    options = differences(settings, stored)
+    named = {f"algorithm.{name}" for options in FORMER_OPTIONS.values() for name in options}
+    options = differences(settings, stored - named)
     return [_row(each, now_s, place, options) for place, each in enumerate(records)], options
 
 

@@ -70,8 +70,14 @@ def test_a_run_names_the_options_whose_defaults_have_changed(client: Redis) -> N
     assert base.resolve(options, spaces).config.normalize_observations
 
 
-def test_images_are_not_normalized_by_default() -> None:
-    options = tree(CATCH, PPO | {"network": "nature"})
+@pytest.mark.parametrize(
+    ("env", "network"), [(CATCH, "nature"), (CARTPOLE, "support.algorithms:own_network")]
+)
+def test_images_and_networks_of_ones_own_get_observations_as_they_are(
+    env: Options, network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.algorithms")
+    options = tree(env, PPO | {"network": network})
     assert base.resolve(options, submit.prepare(options)).config.normalize_observations is False
 
 

@@ -38,7 +38,7 @@ SMALL: dict[str, Options] = {
     },
     "ppo": {
         **{"hidden_sizes": (6, 5), "batch_size": 60, "minibatch_size": 20, "num_epochs": 2, "learning_rate": 1e-2},
-        "normalize_returns": False,
+        **{"normalize_observations": False, "normalize_returns": False},
     },
     "impala": {"hidden_sizes": (6, 5), "batch_size": 60},
     "pqn": {"hidden_sizes": (6, 5), "batch_size": 60, "minibatch_size": 20, "num_epochs": 2, "learning_rate": 1e-2},

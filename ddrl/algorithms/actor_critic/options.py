@@ -64,10 +64,10 @@ class Options(NetworkConfig):
     batch_size: PositiveInt = 2_048
     """Transitions of one iteration, after which a version of the weights is published. More is steadier per version,
     but versions come later. Usual: 512 to 16,384."""
-    normalize_observations: bool | None = None
+    normalize_observations: bool | None = False
     """Shift and scale observations by their running mean and deviation, clipped at 10 deviations; vectors only. null:
-    of vectors yes."""
-    normalize_returns: bool = True
+    yes for vectors, unless the network is your own."""
+    normalize_returns: bool = False
     """The critic predicts returns in units of their own mean and deviation, and advantages have that unit too, so that
     the size of rewards does not matter (PopArt)."""
 
@@ -95,10 +95,10 @@ class Options(NetworkConfig):
         return self
 
     def fitted(self, spec: EnvSpec) -> Self:
-        """Return the options with a decision about `normalize_observations`."""
+        """Return the options with `normalize_observations` decided."""
         if self.normalize_observations is not None:
             return self
-        return self.model_copy(update={"normalize_observations": spec.is_vector})
+        return self.model_copy(update={"normalize_observations": spec.is_vector and ":" not in self.network})
 
     def check(self, spec: EnvSpec) -> None:
         """Refuse unbounded actions, and a network that cannot take the observations."""

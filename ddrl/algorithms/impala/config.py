@@ -37,8 +37,6 @@ class Config(Options):
     max_grad_norm: float | None = option(Options, "max_grad_norm", 40.0)
     batch_size: PositiveInt = option(Options, "batch_size", 640)
     critic_warmup_updates: int = option(Options, "critic_warmup_updates", 50)
-    normalize_observations: bool | None = option(Options, "normalize_observations", False)
-    normalize_returns: bool = option(Options, "normalize_returns", False)
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"
     """rmsprop (decay 0.99, eps 0.1 added after the square root; the paper adds it inside), or adam (eps 1e-5)."""
     rho_bar: float = Field(1.0, gt=0, json_schema_extra=LIVE)

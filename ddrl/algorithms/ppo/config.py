@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from ddrl.algorithms.actor_critic.options import Options
+from ddrl.algorithms.options import option
 from ddrl.config import LIVE
 
 
@@ -18,6 +19,8 @@ class Config(Options):
 
     name: ClassVar[str] = "ppo"
 
+    normalize_observations: bool | None = option(Options, "normalize_observations", None)
+    normalize_returns: bool = option(Options, "normalize_returns", True)
     estimator: Literal["gae", "td_lambda", "vtrace", "upgo", "monte_carlo"] = "gae"
     """Estimator of advantages and returns. `td_lambda` is another form of `gae` with equal results; `vtrace` corrects
     stale fragments by importance weights; `upgo` follows trajectories that did better than expected; `monte_carlo`,
