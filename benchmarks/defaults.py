@@ -128,11 +128,12 @@ PPO = Study(
     },
     variants={
         "former": {},
-        "rewards by 0.1, quick": {"env.reward_scale": 0.1, "algorithm.learning_rate": 1e-3},
+        "rewards by 0.1, 1e-3": {"env.reward_scale": 0.1, "algorithm.learning_rate": 1e-3},
         "returns": RETURNS,
         "observations": OBSERVATIONS,
         "returns, observations": RETURNS | OBSERVATIONS,  # the defaults
-        "returns, observations, quick": RETURNS | OBSERVATIONS | {"algorithm.learning_rate": 1e-3},
+        "returns, observations, 6e-4": RETURNS | OBSERVATIONS | {"algorithm.learning_rate": 6e-4},
+        "returns, observations, 1e-3": RETURNS | OBSERVATIONS | {"algorithm.learning_rate": 1e-3},
     },
 )
 STUDIES = {"sac": SAC, "ppo": PPO}

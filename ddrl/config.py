@@ -31,7 +31,7 @@ OPPONENT = "opponent"
 MAX_BYTES = 1_000_000  # of a YAML file
 MAX_RESULT = 20_000  # numbers in the result of an evaluation, which is one entry of a stream
 FORMER_OPTIONS: dict[str, dict[str, Any]] = {
-    "ppo": {"normalize_observations": False, "normalize_returns": False}
+    "ppo": {"learning_rate": 3e-4, "normalize_observations": False, "normalize_returns": False}
 }
 """Former defaults of options, by algorithm; a stored config that does not name them was written when these held."""
 

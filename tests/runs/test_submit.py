@@ -59,14 +59,15 @@ def test_what_can_be_done_is_accepted(env: Options, algorithm: Options, sections
 
 def test_a_run_names_the_options_whose_defaults_have_changed(client: Redis) -> None:
     """One that does not is older, and keeps the defaults of its time."""
-    normalize = {"normalize_observations": True, "normalize_returns": True}
+    named = {"learning_rate": 1e-3, "normalize_observations": True, "normalize_returns": True}
     for given in ({}, {"normalize_returns": False}):
         run = start(client, tree(CARTPOLE, PPO | given))
-        assert runs.config(client, run).algorithm == PPO | normalize | given
+        assert runs.config(client, run).algorithm == PPO | named | given
     options, spaces = tree(CARTPOLE, PPO), runs.spaces(client, run)
     older = runs.config(client, runs.create(client, options, spaces))
-    assert not base.resolve(older, spaces).config.normalize_observations
-    assert not base.resolve(older, spaces).config.normalize_returns
+    assert older.algorithm == PPO | {
+        "learning_rate": 3e-4, "normalize_observations": False, "normalize_returns": False,
+    }  # fmt: skip
     assert base.resolve(options, spaces).config.normalize_observations
 
 
