@@ -124,16 +124,16 @@ PPO = Study(
         "algorithm.learning_rate": 3e-4,
         "algorithm.normalize_observations": False,
         "algorithm.normalize_returns": False,
-        "env.reward_scale": 1.0,
     },
     variants={
         "former": {},
-        "rewards by 0.1, 1e-3": {"env.reward_scale": 0.1, "algorithm.learning_rate": 1e-3},
         "returns": RETURNS,
         "observations": OBSERVATIONS,
-        "returns, observations": RETURNS | OBSERVATIONS,  # the defaults
+        "returns, observations": RETURNS | OBSERVATIONS,
         "returns, observations, 6e-4": RETURNS | OBSERVATIONS | {"algorithm.learning_rate": 6e-4},
-        "returns, observations, 1e-3": RETURNS | OBSERVATIONS | {"algorithm.learning_rate": 1e-3},
+        "returns, observations, 1e-3": RETURNS
+        | OBSERVATIONS
+        | {"algorithm.learning_rate": 1e-3},  # the defaults
     },
 )
 STUDIES = {"sac": SAC, "ppo": PPO}
@@ -291,6 +291,8 @@ def _cell(rows: list[Row], variant: str, task: str) -> str:
     found = [one["curve"][-1][2] for one in rows if (one["variant"], one["task"]) == (variant, task)]
     if not found:
         return ""
+    if len(found) == 1:
+        return f"{found[0]:,.0f} (1)"
     return f"{statistics.median(found):,.0f} ({min(found):,.0f} to {max(found):,.0f}, {len(found)})"
 
 

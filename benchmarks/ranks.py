@@ -32,7 +32,7 @@ TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ppo": (
         "ppo",
         updates.IMAGES,
-        {**updates.NATURE, "batch_size": 512, "minibatch_size": 256, "num_epochs": 1},
+        {**updates.NATURE, **updates.PLAIN, "batch_size": 512, "minibatch_size": 256, "num_epochs": 1},
     ),
     "dqn": (
         "dqn",

@@ -30,7 +30,7 @@ pytest.importorskip("onnxscript", reason="pip install 'ddrl[onnx]'")
 MASKED = EnvSpec("Toy-v0", (8,), "float32", "multi_discrete", (2,), (3, 2), has_mask=True)
 STACKED = EnvSpec("Toy-v0", (36, 36), "uint8", "discrete", (), (4,), frame_stack=4)
 MORE: dict[str, tuple[str, EnvSpec, Options]] = {
-    "ppo masked": ("ppo", MASKED, {}),
+    "ppo masked": ("ppo", MASKED, {"normalize_observations": True}),
     "dqn frames": ("dqn", STACKED, {"network": "impala", "hidden_sizes": (8,), "norm": "layer"}),
     "ppo images": ("ppo", STACKED, {"network": "nature", "hidden_sizes": (8,), "shared": True}),
     "r2d2 frames": ("r2d2", STACKED, {"network": "nature"}),
@@ -65,7 +65,7 @@ def loaded(name: str, spec: EnvSpec, options: Options) -> policy.LoadedPolicy:
 
 
 @pytest.mark.parametrize(
-    "name", ["sac", "ppo normalized", "ppo recurrent", "sqn", "dqn noisy", "r2d2 frames"]
+    "name", ["sac", "ppo normalized", "ppo masked", "ppo recurrent", "sqn", "dqn noisy", "r2d2 frames"]
 )
 def test_a_template_takes_the_weights_of_any_version(name: str) -> None:
     name, spec, options = case = KINDS[name]

@@ -44,6 +44,7 @@ class Options(NetworkConfig):
     initial_log_std: float = Field(0.0, ge=-5, le=2)
     """Log of the standard deviation that continuous actions start with; a deviation of 1 means half the action range.
     More explores more. Usual: -1 to 0."""
+    learning_rate: float = option(NetworkConfig, "learning_rate", 3e-4)
     final_learning_rate: float | None = Field(None, ge=0, json_schema_extra=LIVE)
     """Final learning_rate, reached linearly within anneal_steps. null: it stays constant. Usual: 0."""
     entropy_coefficient: float = Field(0.0, ge=0, json_schema_extra=LIVE)

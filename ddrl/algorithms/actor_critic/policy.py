@@ -123,10 +123,11 @@ class Policy:
         """[N, *O] -> [N, P], of choices the allowed ones; update the state in place."""
         if self._state_size:
             check_state(state, len(observation), self._state_size)
+        seen = observation
         if len(self._mean):
-            observation = np.asarray(observation, np.float32)
-            observation = np.clip((observation - self._mean) / self._std, -OBSERVATION_CLIP, OBSERVATION_CLIP)
-        parameters = self._network.forward(observation, state, by_row=by_row)
+            seen = (np.asarray(observation, np.float32) - self._mean) / self._std
+            seen = np.clip(seen, -OBSERVATION_CLIP, OBSERVATION_CLIP)
+        parameters = self._network.forward(seen, state, by_row=by_row)
         return cast(np.ndarray, self._spec.only_allowed(parameters, observation))
 
     def _choose(self, parameters: np.ndarray) -> np.ndarray:

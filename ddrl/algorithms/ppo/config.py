@@ -19,6 +19,7 @@ class Config(Options):
 
     name: ClassVar[str] = "ppo"
 
+    learning_rate: float = option(Options, "learning_rate", 1e-3)
     normalize_observations: bool | None = option(Options, "normalize_observations", None)
     normalize_returns: bool = option(Options, "normalize_returns", True)
     estimator: Literal["gae", "td_lambda", "vtrace", "upgo", "monte_carlo"] = "gae"
