@@ -278,8 +278,8 @@ def report(rows: list[Row]) -> str:
             "|---|" + "---|" * len(tasks),
         ]
         for variant in study.variants:
-            cells = [_cell(own, variant, task) for task in study.tasks]
-            lines += [f"| {variant} | {' | '.join(cells)} |"]
+            if any(cells := [_cell(own, variant, task) for task in study.tasks]):
+                lines += [f"| {variant} | {' | '.join(cells)} |"]
         lines += ["", *(f"- {name}: `{json.dumps(options)}`" for name, options in study.variants.items())]
         plot = f"defaults-{name}.png"
         draw(study, own, DOCS / plot)
@@ -313,7 +313,8 @@ def draw(study: Study, rows: list[Row], path: Path) -> None:
             axes.fill_between(times, returns.min(axis=0), returns.max(axis=0), color=f"C{number}", alpha=0.1)
         axes.set_title(task)
         axes.set_xlabel("env steps" if place else "updates")
-    figure.axes[0].legend(fontsize=8)
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=80)
 
 
