@@ -92,7 +92,8 @@ def test_a_learner_restores_its_run_on_a_server_that_lost_data(
     server, learn, log, lose: Callable[..., Any], make_config: Callable[..., RunConfig]
 ) -> None:
     run = Run(server, make_config())
-    learning, submitted = learn(run), run.state
+    submitted, config = run.state, runs.config(run.client, run.id)
+    learning = learn(run)
     with playing(run.url, run.id):
         go_on(run, submitted)
         lose_now, version = lose(server), run.state.version
@@ -103,7 +104,7 @@ def test_a_learner_restores_its_run_on_a_server_that_lost_data(
             until(lambda: "restored" in run.journal)  # a busy machine may play on before it is noticed
             go_on(run, before)
     assert (run.state.created_s, run.state.first_step_s) == (before.created_s, before.first_step_s)
-    assert run.state.status == "active" and runs.config(run.client, run.id) == make_config()
+    assert run.state.status == "active" and runs.config(run.client, run.id) == config
     assert run.journal.count("restored") == 1 and "restored" in log.text and learning.thread.is_alive()
     learning.end()
     lost = range(version + 1, before.version + 1)
