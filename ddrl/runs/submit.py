@@ -348,7 +348,6 @@ def create_shadow(client: Redis, source: str, config: RunConfig) -> str:
             "and not recurrent"
         )
     check(config, spaces)
-    config = named(config, spaces)
     check_memory(client, config)
     queues = runs.NOBODY, envs.queue_for("ddrl.evaluate", config)
     versions = requirements.run_versions(config)
