@@ -103,11 +103,14 @@ def test_a_machine_gone_while_another_is_there(fleet: Fleet) -> None:
 
 def test_the_last_machine_gone_is_shown_and_a_new_one_takes_over(fleet: Fleet) -> None:
     fleet.ready()
+    fleet.processes.until(lambda: segments.playing(fleet.client, fleet.run))  # else none may be lost
+    before = fleet.state().lost_producers
     fleet.worker.kill_group()
+    killed = len(segments.playing(fleet.client, fleet.run))
     fleet.processes.until(lambda: not fleet.nodes(), bound(8.0))
     shown = fleet.processes.ddrl(fleet.server.url, "status", fleet.run).stdout
     assert "no worker plays ddrl.rollout" in shown
-    fleet.processes.until(lambda: fleet.state().lost_producers > 0, bound(8.0))
+    fleet.processes.until(lambda: fleet.state().lost_producers >= before + killed, bound(8.0))
     fleet.worker = fleet.start_worker()
     fleet.processes.until(fleet.nodes)
     fleet.goes_on(bound(5.0))
