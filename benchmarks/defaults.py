@@ -313,8 +313,8 @@ def draw(study: Study, rows: list[Row], path: Path) -> None:
             axes.fill_between(times, returns.min(axis=0), returns.max(axis=0), color=f"C{number}", alpha=0.1)
         axes.set_title(task)
         axes.set_xlabel("env steps" if place else "updates")
-    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    lines = {str(line.get_label()): line for axes in figure.axes for line in axes.get_lines()}
+    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=80)
 
 
