@@ -118,6 +118,9 @@ class EnvConfig(Section):
     """Training rewards are multiplied by this; reported returns are not. null: 0.1 for SAC, otherwise 1."""
     reward_sign: bool = False
     """Training rewards are -1, 0 or 1 by their sign; reported returns are not. Usual for Atari."""
+    reward_clip: float | None = Field(None, gt=0)
+    """Training rewards are limited to minus and plus this, before they are scaled; reported returns are not. It keeps
+    one large penalty from deciding what is learned. null: unlimited."""
     max_episode_steps: int | None = Field(None, ge=1)
     """Truncate episodes here instead of at the environment's own limit."""
     same_versions: bool = True
@@ -352,6 +355,15 @@ class RunConfig(Section):
         if self.env.reward_scale is None:
             scale = 0.1 if self.algorithm["name"] == "sac" else 1.0
             object.__setattr__(self, "env", self.env.model_copy(update={"reward_scale": scale}))
+        if self.env.reward_sign and self.env.reward_clip is not None:
+            raise ValueError(
+                f"env.reward_clip: {self.env.reward_clip:g} has no effect with env.reward_sign; remove one"
+            )
+        if self.env.action_mask and self.env.action_repeat > 1:
+            raise ValueError(
+                f"env.action_repeat: {self.env.action_repeat} would repeat actions that env.action_mask forbids "
+                "meanwhile; use 1"
+            )
         if (self.replay.warmup_steps or 1) > self.replay.capacity:
             raise ValueError(
                 f"replay.warmup_steps: {self.replay.warmup_steps} is more than replay.capacity "
@@ -361,6 +373,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.fragment_s: {self.rollout.fragment_s:g} is longer than rollout.segment_s "
                 f"{self.rollout.segment_s:g}; use at most {self.rollout.segment_s:g}"
+            )
+        learner = self.learner
+        if learner.num_learners > 1 and learner.rank_timeout_s >= learner.stall_s:
+            raise ValueError(
+                f"learner.rank_timeout_s: {learner.rank_timeout_s:g} is not less than learner.stall_s "
+                f"{learner.stall_s:g}, at which a learner that waits for another one ends; lower it or raise stall_s"
             )
         most = MAX_RESULT // (2 + len(self.env.metrics))
         for name in ("num_episodes", "confirm_episodes"):

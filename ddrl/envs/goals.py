@@ -77,9 +77,9 @@ def find_goals(env: EnvConfig) -> Goals:
                 )
             if terminated or truncated:
                 made.reset()
-    except ValueError as error:
+    except Exception as error:  # whatever a user's environment does
         made.close()
-        raise EnvError(f"{env.id}: {error}; mend it, or remove replay.hindsight") from None
+        raise EnvError(f"{env.id}: {first_line(error)}; mend it, or remove replay.hindsight") from None
     return Goals(achieved, desired, reward)
 
 

@@ -116,8 +116,10 @@ def episode_metrics(env: EnvConfig, info: Mapping[str, Any]) -> list[float]:
 
 
 def training_reward(env: EnvConfig, reward: np.ndarray) -> np.ndarray:
-    """Return the rewards to learn from, of any shape, float32: the sign if so configured, then scaled."""
-    return ((np.sign(reward) if env.reward_sign else reward) * (env.reward_scale or 1.0)).astype(np.float32)
+    """Return the rewards to learn from, of any shape, float32: if so configured the sign, or limited; then scaled."""
+    limit = env.reward_clip or math.inf
+    taken = np.sign(reward) if env.reward_sign else np.clip(reward, -limit, limit)
+    return np.asarray(taken * (env.reward_scale or 1.0), np.float32)
 
 
 def describe(env: EnvConfig) -> EnvSpec:

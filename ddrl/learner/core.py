@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ddrl.store import connection, quarantine, runs, stream
 from ddrl.store.checkpoints import REPLAY, Counters
 from ddrl.store.connection import Redis
 
-CHECK_EVERY = 100  # batches between two comparisons of the ranks' parameters
+CHECK_EVERY = 1_000  # updates between two comparisons of the ranks' states
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -42,8 +42,7 @@ class Core:
         algorithm, replay: of the run; the replay holds this rank's fragments.
         decode: decodes an entry of the stream, if it is this rank's.
         longest: bytes of a reply of the server.
-        num_batches: learned from.
-        checksum: of the weights when all ranks should have the same: at first, and after CHECK_EVERY batches.
+        checksum: of the algorithm's state, in which all ranks should be the same; a new one after CHECK_EVERY updates.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Core:
             rules=quarantine.read(reader_client, run)[0],
             ranks=(ranks.rank, ranks.size),
         )
-        self.num_batches = self.checksum = 0
+        self.checksum = 0
         self.longest = 2 * stream.REPLY_BYTES + limits.num_bytes(resolved.spec)
         connection.bound_replies(reader_client, self.longest)
 
@@ -129,15 +128,15 @@ class Core:
         Raises:
             RankLostError: another rank has ended, or does not answer.
         """
-        batch = self.replay.begin(batch)
-        self.num_batches += 1
+        batch, num_checks = self.replay.begin(batch), self.algorithm.num_updates // CHECK_EVERY
         metrics = dict(self.algorithm.update(to_device(batch, self.device)))
         self.ranks.settle()
         if (priority := metrics.pop("priority", None)) is not None:
             self.replay.update_priorities(batch, to_host(priority))
-        if self.ranks.size > 1 and self.num_batches % CHECK_EVERY == 0:
-            weights = self.algorithm.weights().values()
-            self.checksum = zlib.crc32(b"".join(value.numpy().tobytes() for value in weights))
+        if self.ranks.size > 1 and self.algorithm.num_updates // CHECK_EVERY > num_checks:
+            state = self.algorithm.state().values()
+            equal = (value.numpy().tobytes() for value in state if value.is_floating_point())  # no generators
+            self.checksum = reduce(lambda checksum, data: zlib.crc32(data, checksum), equal, 0)
         return metrics
 
     def replay_state(self) -> dict[str, torch.Tensor]:

@@ -39,7 +39,7 @@ GATHER_S = 10.0  # for the first group of a run, until its learners are there
 AGAIN_S = 1.5  # for a later one: some beats, which a lost learner does not send
 STORE_S = 10.0  # to reach the leader
 READY_S = 600.0  # to restore a replay
-AWAY_S = 60.0  # that a learner is away which does not reach the leader
+AWAY_S = 60.0  # that a learner is away which does not reach the leader; then twice as long each time
 POLL_S = 0.05
 SHOW_S = 5.0  # between two events for Flower
 
@@ -73,6 +73,7 @@ class Peer:
         self._before = time.monotonic(), 0, 0.0
         self._num_calls, self._moved_at = 0, 0.0
         self._show_at = self._away_until = 0.0
+        self._away_s = AWAY_S
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -90,6 +91,9 @@ class Peer:
         """Announce this learner from now on, if the run wants several."""
         if self.member is None and config.learner.num_learners > 1:
             device = set_up(config.learner)
+            number, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            if device.type == "cuda" and number >= num_gpus:
+                log.warning("learns on %s beside another learner: GPUs here are %d", device, num_gpus)
             self.member = member = Member(
                 host=socket.gethostname(),
                 pid=os.getpid(),
@@ -124,8 +128,7 @@ class Peer:
         num_updates = core.algorithm.num_updates if core else 0
         figures = {"active": round(member.updates_per_s), "processed": num_updates, "freq": SHOW_S}
         fields = {**figures, "sw_ident": "ddrl", "loadavg": os.getloadavg()}
-        name = f"{self._run}-rank{member.rank if core else '-'}@{member.host}"
-        event = name, "worker-heartbeat"
+        event = f"{self._run}-rank{member.rank if core else '-'}@{member.host}", "worker-heartbeat"
         threading.Thread(None, celery.show, "show", event, fields, daemon=True).start()
 
     def _measured(self, member: Member, core: Core | None) -> Member:
@@ -159,7 +162,7 @@ class Peer:
             stop: ends the waiting.
 
         """
-        self._group = self._store = None
+        self._group = self._store = self.core = None  # the replay before makes room
         if (member := self._begin(config)) is None:
             return ALONE
         client, run, wanted = self._client, self._run, config.learner.num_learners
@@ -234,8 +237,19 @@ class Peer:
     # --- the followers' side -----------------------------------------------------------------------------
 
     def is_left_out(self) -> bool:
-        """Return whether a group of as many learners as the run wants learns without this one."""
-        group = learners.formed(self._client, self._run)
+        """Return whether a group of as many learners as the run wants learns without this one.
+
+        Raises:
+            StoreError: its leader has other versions.
+        """
+        group, member = learners.formed(self._client, self._run), self.member
+        if group is not None and member is not None:
+            leader = learners.alive(self._client, self._run).get(group.members[0], member)
+            if leader.versions != member.versions:
+                raise StoreError(
+                    f"run {self._run}: the leader on {leader.host} has other versions: {leader.versions}, here "
+                    f"{member.versions}; install the same to join it"
+                )
         return group is not None and self.id not in group.members and len(group.members) >= group.wanted
 
     def follow(self, stop: threading.Event) -> None:
@@ -255,7 +269,11 @@ class Peer:
             self._follow(member, group, ranks, stop)
             log.info("the group of %s has ended", run)
         except (RankLostError, StoreError) as error:
+            self.is_lost = True
             log.warning("%s: %s", run, error)
+        except connection.OUTAGES:
+            self._seen.discard(group.number)  # the leader may still wait
+            raise
         finally:
             self.core = None
 
@@ -266,9 +284,10 @@ class Peer:
             store = TCPStore(group.address, group.port, timeout=timedelta(seconds=STORE_S))
         except RuntimeError:  # as of torch.distributed
             where = f"{group.address}:{group.port}"
-            text = f"the leader's {where} cannot be reached from {member.address} on {member.host}"
+            text = f"the leader's {where} cannot be reached from {member.address} on {member.host} in {STORE_S:g} s"
             runs.note(client, run, "learner left out", text)
-            self._away_until = time.monotonic() + AWAY_S  # or the leader would take it in again
+            # Or the leader would take it in again.
+            self._away_until, self._away_s = time.monotonic() + self._away_s, 2 * self._away_s
             raise RankLostError(text) from None
         device = set_up(config.learner)
         with contextlib.ExitStack() as stack:
@@ -294,15 +313,18 @@ class Peer:
 
 
 def _restore(client: Redis, run: str, core: Core) -> bytes:
-    """Load what the leader begins with; return the last entry that it has taken."""
+    """Load what the leader begins with, see `Learner.restore`; return the last entry that it has taken."""
     core.algorithm.from_policy = bool(runs.state(client, run).warm)
     counters = Counters()
     if (found := checkpoints.load(client, run)) is not None:
         counters = Counters.decode(found[1])
         for _ in core.load(decode_tensors(found[0]), counters, version=counters.version):
             pass
-    if not counters.updates and (initial := runs.initial(client, run)) is not None:
-        core.algorithm.load_initial_weights(decode_tensors(initial))
+    earlier, _ = runs.rollback(client, run)
+    if earlier is None and not counters.updates:
+        earlier = runs.initial(client, run)
+    if earlier is not None:
+        core.algorithm.load_initial_weights(decode_tensors(earlier))
     return counters.cursor.encode()
 
 

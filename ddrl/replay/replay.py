@@ -337,7 +337,9 @@ class Replay:
             position = uniform(self.num_items, num, seed=self._seed, draw=number)
         else:
             position, item, weight = self.priorities.draw(num, seed=self._seed, draw=number)
-            weights, least = {"number": item, "weight": weight}, self.priorities.least
+            weights = {"number": item, "weight": weight}
+            counts = sizes[self._rank] or self.priorities.options.importance_maximum == "replay"
+            least = self.priorities.least if counts else np.inf
         gather: Callable[[], Any] = self.plan(position)
         if self._pool is not None:
             gather = self._pool.submit(gather).result

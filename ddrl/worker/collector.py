@@ -25,6 +25,7 @@ from ddrl.worker.recorder import Recorder
 
 _FIRST_STEPS = 16  # T of the first fragment, before the speed is known
 _MAX_CHANGE = 4  # T grows and shrinks by at most this factor at a time
+_HINDSIGHT_STEPS = 50  # T at least where goals are those that a fragment reached
 _MAX_FRAGMENT_BYTES = 64 * 1024**2  # of uncompressed observations
 _ENV_BYTES = 256 * 1024  # a rough guess at the memory of one environment
 
@@ -109,7 +110,8 @@ class Collector:
         self._stride = resolved.sequences.stride if resolved.sequences else 1
         most = _MAX_FRAGMENT_BYTES // max(1, observation.nbytes)
         self._longest = max(1, min(self._rollout.max_fragment_steps, most))
-        self._num_steps = min(_FIRST_STEPS, self._longest)  # T of the next fragment
+        self._shortest = min(_HINDSIGHT_STEPS, self._longest) if config.replay.hindsight else 1
+        self._num_steps = max(self._shortest, min(_FIRST_STEPS, self._longest))  # T of the next fragment
 
     @property
     def num_bytes(self) -> int:
@@ -138,15 +140,17 @@ class Collector:
         """Play one fragment with the current version; call `load` before.
 
         Args:
-            max_steps: about the most steps to play: rounded up to a whole stride, at least 1.
-            stop_at: deadline by `time.monotonic()`: stop after the current step, or current stride with sequences.
+            max_steps: about the most steps to play: rounded up to a whole stride, at least 1, or 50 with hindsight.
+            stop_at: deadline by `time.monotonic()`: stop after the current step, or current stride with sequences, or
+                those 50 steps.
 
         Raises:
             ValueError: the policy returned actions or extras of a wrong shape.
         """
         is_random = self.version == 0 and self._random_until_learned
         choose = self._random_actions if is_random else self._policy_actions
-        most = self._num_steps if max_steps is None else max(1, min(self._num_steps, max_steps))
+        most = self._num_steps if max_steps is None else min(self._num_steps, max_steps)
+        most = max(most, self._shortest)
         most = math.ceil(most / self._stride) * self._stride
         recorder = self._recorder
         recorder.begin(most)
@@ -160,7 +164,8 @@ class Collector:
             self._input = self._stack.push(observation, ended)
             if self._state:
                 advance(self._state, action, envs.training_reward(self._env, outcome[1]), ended)
-            if stop_at is not None and played % self._stride == 0 and time.monotonic() >= stop_at:
+            may_stop = played % self._stride == 0 and played >= self._shortest
+            if stop_at is not None and may_stop and time.monotonic() >= stop_at:
                 break
         self._adapt((time.perf_counter() - started) / played)
         return recorder.end(self.version)
@@ -188,4 +193,4 @@ class Collector:
         """Choose the next T so that a fragment takes about `rollout.fragment_s` at `step_s` a step."""
         wanted = self._rollout.fragment_s / max(step_s, 1e-9)
         lowest, highest = math.ceil(self._num_steps / _MAX_CHANGE), self._num_steps * _MAX_CHANGE
-        self._num_steps = int(min(max(wanted, lowest, 1), highest, self._longest))
+        self._num_steps = int(min(max(wanted, lowest, self._shortest), highest, self._longest))

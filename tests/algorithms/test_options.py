@@ -72,6 +72,11 @@ SIMPLE: dict[str, Options] = {
     },
     "sac": {
         "hidden_sizes": (8,), "batch_size": 7, "initial_temperature": 0.1, "num_critics": 3, "layer_norm": True,
+        "gamma": 0.9, "n_step": 2, "prioritized": True, "dropout": 0.1, "num_quantiles": 5,
+    },
+    "discrete_sac": {
+        "hidden_sizes": (8,), "activation": "tanh", "batch_size": 7, "gamma": 0.9, "n_step": 2, "prioritized": True,
+        "initial_temperature": 0.1, "num_critics": 3, "average_critics": True, "form": "sqn",
     },
     "td3": {
         "hidden_sizes": (8,), "batch_size": 7, "exploration_noise": 0.3, "num_critics": 3, "layer_norm": True,
@@ -120,6 +125,13 @@ NEEDING: dict[str, dict[str, tuple[EnvSpec, Options, Any]]] = {
         "network": (PICTURES, {"network": "conv"}, OWN),
         "network_kwargs": (PICTURES, {"network": OWN}, {"width": 7}),
         "batch_norm": (CONTINUOUS, {"target_rate": 0.01}, True),
+        "form": (CONTINUOUS, {"num_critics": 5, "temperature": 0.2}, "sac1"),
+        "dropped_quantiles": (CONTINUOUS, {"num_quantiles": 7}, 1),
+    },
+    "discrete_sac": {
+        "network": (STACKED, {"network": "conv", "hidden_sizes": (128, 128)}, OWN),
+        "network_kwargs": (STACKED, {"network": OWN, "hidden_sizes": (128, 128)}, {"width": 7}),
+        "norm": (PIXELS, {"network": "nature"}, "group"),
     },
     **{
         name: {
@@ -140,7 +152,7 @@ FLIPS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["dqn", "ppo", "impala", "td3", "bc", "iql", "pqn"])
+@pytest.mark.parametrize("name", ["sac", "discrete_sac", "dqn", "ppo", "impala", "td3", "bc", "iql", "pqn"])
 def test_each_option_is_tried(name: str) -> None:
     """Live ones are tried in learner/test_live_options.py, the other three with the replay and with given policies."""
     config = config_class(name)

@@ -16,6 +16,7 @@ from ddrl.config import ConfigError, validate
 
 OPTIONS = {"env": {"id": "Toy-v0"}, "algorithm": {"name": "mine.algorithm"}}
 HEAD = "from docs.own_algorithm import Config, Policy, make_learner\n"
+BARE = HEAD + "from ddrl.algorithms.options import AlgorithmConfig\n"
 
 
 def resolved(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> base.Resolved:
@@ -35,6 +36,12 @@ def resolved(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> base.R
         ("Config = dict", "mine.algorithm: has no class Config of "),
         (HEAD + "del Policy", "mine.algorithm: has no Policy; add it as the guide shows"),
         (HEAD + "make_learner = 3", "mine.algorithm: has no make_learner; add it as the guide shows"),
+        (BARE + "class Config(AlgorithmConfig): pass", "mine.algorithm: its Config has no check; add it"),
+        (
+            BARE + "class Config(AlgorithmConfig):\n    def check(self, spec): pass",
+            "mine.algorithm: its Config has no n_step; add it",
+        ),
+        (HEAD + "class Policy:\n    load = act = print", "mine.algorithm: its Policy has no explore; add it"),
         ("import nothing_like_it", "mine.algorithm:config: No module named 'nothing_like_it'"),
         ("1 / 0", "mine.algorithm:config: importing mine.algorithm raised ZeroDivisionError"),
     ],

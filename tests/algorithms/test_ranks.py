@@ -58,7 +58,7 @@ def prepare(case: str, size: int) -> tuple[dict[str, Any], list[Any]]:
     return of_learner, [parts_of(name, alone, spec, seed, size) for seed in range(8)]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [name for name in CASES if name not in LEFT_OUT])
 def test_ranks_learn_what_one_learner_learns(case: str, size: int) -> None:
     of_learner, batches = prepare(case, size)

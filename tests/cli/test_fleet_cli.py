@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.commands import call, call_json
 from support.runs import start, target_config
-from support.store import heartbeat, note_playing, want_processes
+from support.store import heartbeat, note_playing, take, want_processes
 
-from ddrl.store import keys, segments, workers
+from ddrl.store import keys, learners, segments, workers
 
 
 def test_an_empty_fleet(client: Any) -> None:
@@ -81,3 +81,22 @@ def test_versions_that_differ_and_machines_that_leave_are_shown(client: Any) -> 
     text = call("fleet")
     assert "versions of numpy differ: 2.3 on one, three; 2.4 on two" in text
     assert "H100" in text and "16.0 GB" in text and "leaves" in text and "up 1m0" in text
+
+
+def test_every_rank_of_a_run_is_shown(client: Any) -> None:
+    run = start(client, target_config(learner={"num_learners": 3}))
+    take(client, run)
+    member = learners.Member(host="one", pid=1, address="10.0.0.1", device="cpu", versions={})
+    for rank, host in ((1, "two"), (0, "one"), (-1, "three")):
+        busy = {"rank": rank, "updates_per_s": 120.0 + rank, "waiting": 0.25}
+        learners.announce(client, run, host, replace(member, host=host, **busy))
+    [row] = call_json("fleet")["runs"]
+    expected = [(0, "one", 120.0), (1, "two", 121.0), (-1, "three", 119.0)]
+    for found in (row["learners"], call_json("status", run)["learners"]):
+        assert [(one["rank"], one["host"], one["updates_per_s"]) for one in found] == expected
+        assert {one["device"] for one in found} == {"cpu"} and found[0]["waiting"] == 0.25
+    for text in (call("fleet"), call("status", run)):
+        lines = [
+            " ".join(line.split()).removeprefix(f"{run} ") for line in text.splitlines() if " cpu " in line
+        ]
+        assert lines == ["rank 0 one 1 cpu 120 25 %", "rank 1 two 1 cpu 121 25 %", "waits three 1 cpu - -"]

@@ -307,6 +307,8 @@ def test_frames_of_vectors_and_grey_images_are_stacked() -> None:
         ({"reward_scale": 0.1}, [-0.3, 0.0, 0.05]),
         ({"reward_sign": True}, [-1.0, 0.0, 1.0]),
         ({"reward_sign": True, "reward_scale": 0.1}, [-0.1, 0.0, 0.1]),
+        ({"reward_clip": 2.0}, [-2.0, 0.0, 0.5]),
+        ({"reward_clip": 0.25, "reward_scale": 2.0}, [-0.5, 0.0, 0.5]),
     ],
 )
 def test_training_reward(settings: dict[str, Any], expected: list[float]) -> None:

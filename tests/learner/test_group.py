@@ -11,22 +11,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
 import torch
-from support.algorithms import CPU
-from support.learners import Run, endless_config, in_threads, pick_config, playing, resolve, until
+from support.learners import Run, endless_config, go_back, in_threads, pick_config, playing, until
 from support.processes import SLOW_S
 from support.ranks import together
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, validate
+from ddrl.learner import core as core_module
 from ddrl.learner import rendezvous
 from ddrl.learner.core import Core
 from ddrl.learner.group import Leading, follow
 from ddrl.learner.publisher import decode_tensors
 from ddrl.networks.ranks import RankLostError, Ranks, StateLostError
 from ddrl.replay.reader import Decoded
-from ddrl.store import checkpoints, connection, learners, leases, runs, weights
+from ddrl.store import checkpoints, connection, keys, learners, leases, runs, weights
+from ddrl.store.connection import StoreError
 from ddrl.store.learners import Group, Member
 from ddrl.types import Played
 
@@ -171,27 +173,39 @@ def test_a_learner_that_serves_all_runs_leaves_one_whose_places_are_taken(server
 # --- ranks that differ, are not reached, or do not fit ------------------------------------------------------
 
 
-def test_ranks_with_other_parameters_end_the_group(run) -> None:
-    def tell(ranks: Ranks) -> str:
-        client = connection.connect_blocking(run.url)
-        config = runs.config(run.client, run.id)
-        core = Core(client, run.id, config, resolve(run.client, run.id), device=CPU, ranks=ranks)
-        if ranks.rank:
-            report = {
-                "entries": [],
-                "passed": "0-0",
-                "total": 0.0,
-                "oldest": "",
-                "leaves": False,
-                "checksum": 1,
-            }
-            ranks.exchange(json.dumps(report).encode())
-            return ""
-        with pytest.raises(RankLostError) as error:
-            Leading(core, 10.0).tell(b"0-0", version=0)
-        return str(error.value)
+def test_a_rank_with_other_parameters_ends_the_group(server, learn, log, monkeypatch) -> None:
+    run, real, is_due = Run(server, endless_config(learner=TWO)), Core.learn, threading.Event()
 
-    assert "parameters are others than the leader's" in together(2, tell)[0]
+    def differ(core: Core, batch: Any) -> dict[str, torch.Tensor]:
+        if core.ranks.rank == 1 and is_due.is_set():
+            is_due.clear()
+            core.algorithm.critic_parameters.vector.data[0] += 1e-3
+        return real(core, batch)
+
+    monkeypatch.setattr(Core, "learn", differ)
+    monkeypatch.setattr(core_module, "CHECK_EVERY", 100)
+    with playing(run.url, run.id):
+        learn(run), learn(run)
+        goes_on(run, [0, 1])
+        is_due.set()
+        until(lambda: "a rank's parameters are others than the leader's" in log.text, SLOW_S)
+        goes_on(run, [0, 1])
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_all_ranks_go_back_to_a_version(server, learn, log, monkeypatch, on_policy: bool) -> None:
+    monkeypatch.setattr(core_module, "CHECK_EVERY", 100)
+    config = pick_config if on_policy else endless_config
+    run = Run(server, config(learner=TWO | {"num_learners": 3}))
+    with playing(run.url, run.id):
+        learn(run), learn(run), learn(run)
+        goes_on(run, [0, 1, 2])
+        until(lambda: run.index.latest >= 4, SLOW_S)
+        go_back(run, min(run.index.sizes))
+        until(lambda: not run.client.exists(keys.rollback(run.id)), SLOW_S)
+        before = run.state.updates
+        until(lambda: run.state.updates > before + 300, SLOW_S)
+    assert "parameters are others" not in log.text
 
 
 def test_what_is_reported_of_entries_that_were_taken_or_passed_is_forgotten() -> None:
@@ -298,7 +312,9 @@ def test_a_leader_takes_no_learner_of_other_versions_and_waits_no_longer_for_one
                 with in_threads(beat, stop=stop.set):
                     return peer.form(token, config, threading.Event())
 
+            peer.core = SimpleNamespace()  # type: ignore[assignment]
             assert formed("other", {"ddrl": "0.0.1"}).size == 1
+            assert peer.core is None, "no two replays at a time"
             assert "has other versions: {'ddrl': '0.0.1'}" in log.text
             assert not peer.is_wanted()
             assert peer.member is not None
@@ -325,14 +341,54 @@ def test_a_leader_that_is_not_reached_is_named(server, log, monkeypatch) -> None
         group = Group(
             token=token, number="1", wanted=2, members=["leader", peer.id], address="127.0.0.1", port=port
         )
-        learners.form(run.client, run.id, group)
-        for _ in range(2):  # the second time it is known
+        for number, away_s in (("1", 60.0), ("1", 60.0), ("2", 120.0)):  # the second time it is known
+            learners.form(run.client, run.id, replace(group, number=number))
             peer.follow(threading.Event())
-        assert log.text.count(f"the leader's 127.0.0.1:{port} cannot be reached from 127.0.0.1") == 1
+            assert away_s - 20 < peer._away_until - time.monotonic() <= away_s
+        text = (
+            f"the leader's 127.0.0.1:{port} cannot be reached from 127.0.0.1 on {socket.gethostname()} in 1 s"
+        )
+        assert log.text.count(text) == 2
         assert "learner left out" in run.journal
         until(
             lambda: peer.id not in learners.alive(run.client, run.id)
         )  # so that the leader goes on without it
+
+
+def test_a_learner_of_other_versions_than_the_leaders_does_not_stay(server, learn, log) -> None:
+    run = Run(server, endless_config(learner=TWO))
+    token = leases.acquire(run.client, run.id, host="here", folder="/tmp", ttl_ms=600_000)
+    assert token is not None
+    learners.form(run.client, run.id, Group(token=token, number="1", wanted=2, members=["leader"]))
+    learners.announce(run.client, run.id, "leader", replace(MEMBER, versions={"ddrl": "0.0.1"}))
+    learn(run, serves=True)
+    until(
+        lambda: "the leader on elsewhere has other versions: {'ddrl': '0.0.1'}, here {'ddrl'" in log.text,
+        SLOW_S,
+    )
+    until(lambda: learners.alive(run.client, run.id).keys() <= {"leader"}, SLOW_S)
+
+
+def test_an_outage_while_a_follower_restores_does_not_keep_it_from_the_group(server, monkeypatch) -> None:
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    run, tried = Run(server, endless_config(learner=TWO)), []
+
+    def restore(*_: Any) -> bytes:
+        tried.append(1)
+        raise redis.ConnectionError("lost") if len(tried) == 1 else StoreError("enough")
+
+    monkeypatch.setattr(rendezvous, "_restore", restore)
+    token = leases.acquire(run.client, run.id, host="here", folder="/tmp", ttl_ms=600_000)
+    assert token is not None
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with rendezvous.Peer(run.client, run.id) as peer:
+        members, place = ["leader", peer.id], {"address": "127.0.0.1", "port": store.port}
+        learners.form(run.client, run.id, Group(token=token, number="1", wanted=2, members=members, **place))
+        with pytest.raises(redis.ConnectionError):
+            peer.follow(threading.Event())
+        for _ in range(2):
+            peer.follow(threading.Event())
+        assert len(tried) == 2
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
@@ -358,6 +414,12 @@ def test_a_follower_leaves_a_group_whose_leader_is_lost_before_it_begins(
             threading.Timer(2.0, stop.set).start()
         peer.follow(stop)  # returns
         assert peer.core is None
+        if is_asked:
+            return
+        # It leads now, and does not wait for the leader, which was there a moment ago.
+        learners.announce(run.client, run.id, "leader", replace(MEMBER, versions=peer.member.versions))
+        token = leases.acquire(run.client, run.id, host="here", folder="/tmp", ttl_ms=60_000)
+        assert peer.form(token, runs.config(run.client, run.id), threading.Event()).size == 1
 
 
 @pytest.mark.parametrize(

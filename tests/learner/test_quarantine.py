@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.learners import Learning, Run, endless_config, pick_config, playing, training, until
+from support.learners import Learning, Run, endless_config, go_back, pick_config, playing, training, until
 
 from ddrl import codec
 from ddrl.learner.loop import Learner
@@ -185,21 +185,6 @@ def test_a_rule_covers_that_for_which_all_holds(
 
 
 # --- rollback --------------------------------------------------------------------------------------------
-
-
-def go_back(run: Run, version: int) -> dict[str, np.ndarray]:
-    """Have a run go back to a version; return its weights."""
-    blob = weights.get(run.client, run.id, version)
-    assert blob is not None
-    entry = {
-        "event": "rollback",
-        "option": "version",
-        "from": run.index.latest,
-        "to": version,
-        "env_steps": 1,
-    }
-    quarantine.change(run.client, run.id, quarantine.read(run.client, run.id)[1], (), entry, blob)
-    return weights.decode_weights(blob)
 
 
 def published(run: Run, version: int) -> dict[str, np.ndarray]:

@@ -148,8 +148,15 @@ class Gone(Flip):
             seen["desired_goal"] = seen["desired_goal"][:3]
         return {name: seen[name] for name in self.observation_space}
 
+    def __getattribute__(self, name: str) -> Any:
+        if name == "compute_reward" and self.kind == "no function":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
     def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
         if achieved.ndim == 1:  # of a step
+            if self.kind == "raises":
+                raise RuntimeError("this step is forbidden")
             return 0.0
         if self.kind == "fails":
             raise KeyError("goal")
@@ -169,6 +176,8 @@ class Gone(Flip):
         ("fails", r"compute_reward of \(2, 4\) goals failed \('goal'\)"),
         ("not finite", "not a finite reward for each"),
         ("others", "a step gave the reward 0, compute_reward another"),
+        ("no function", "or a method compute_reward"),
+        ("raises", "Gone: this step is forbidden; mend it, or remove replay.hindsight"),
     ],
 )
 def test_environments_without_goals_are_refused(

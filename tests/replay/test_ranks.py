@@ -23,11 +23,13 @@ BETA = 0.6
 BATCH = 2  # larger ones are stratified: more even than chance
 
 
-def replay_of(ranks: Ranks | None, *, prioritized: bool = True, lockstep: bool = False) -> Replay:
+def replay_of(
+    ranks: Ranks | None, *, prioritized: bool = True, lockstep: bool = False, **options: Any
+) -> Replay:
     priorities = None
     if prioritized:
-        exponents = dict.fromkeys(("importance_exponent", "final_importance_exponent"), BETA)
-        priorities = Priorities(Config(prioritized=True, priority_exponent=0.7, **exponents), 1_000)
+        options |= dict.fromkeys(("importance_exponent", "final_importance_exponent"), BETA)
+        priorities = Priorities(Config(prioritized=True, priority_exponent=0.7, **options), 1_000)
     items = TransitionItems(gamma=0.9, n_step=1)
     return make_replay(
         items, capacity=400, batch_size=BATCH, ranks=ranks, priorities=priorities, lockstep=lockstep
@@ -89,27 +91,27 @@ def _numbers(replay: Replay, batch: Any) -> np.ndarray:
     return np.array([places[row.tobytes()] for row in batch.observation])
 
 
-def test_weights_of_all_ranks_have_one_scale() -> None:
-    def weights(ranks: Ranks) -> tuple[np.ndarray, np.ndarray]:
-        replay = replay_of(ranks)
+@pytest.mark.parametrize("maximum", ["batch", "replay"])
+@pytest.mark.parametrize("sizes", [[1, 1], [2, 0], [0, 2]])
+def test_weights_of_all_ranks_have_one_scale(sizes: list[int], maximum: str) -> None:
+    """That of the batch, in which a rank may have no part, or that of all items."""
+
+    def weights(ranks: Ranks) -> tuple[np.ndarray, ...]:
+        replay = replay_of(ranks, importance_maximum=maximum)
         fill(replay, ranks.rank, 2)
         p = (errors(replay).astype(float) + 1e-6) ** 0.7
         mass = torch.zeros(2, dtype=torch.float64)
         mass[ranks.rank] = replay.total
         ranks.add(mass)
         replay.others = [float(mass[1 - ranks.rank])]
-        drawn = (
-            replay.draw(num_steps=10**9, num_updates=0, version=0)
-            if ranks.rank == 0
-            else replay.draw_chosen({"sizes": [[1, 1]]}, 0)
-        )
-        batch: Any = replay.begin(drawn)
-        return p[batch.number], batch.weight
+        batch: Any = replay.begin(replay.draw_chosen({"sizes": [sizes]}, 0))
+        num = sizes[ranks.rank]
+        return p, p[batch.number][:num], batch.weight[:num]
 
-    (p0, w0), (p1, w1) = together(2, weights)
-    least = min(p0.min(), p1.min())
-    for p, weight in ((p0, w0), (p1, w1)):
-        np.testing.assert_allclose(weight, (least / p) ** BETA, rtol=1e-5)
+    held, drawn, given = (np.concatenate(parts) for parts in zip(*together(2, weights), strict=True))
+    least = drawn.min() if maximum == "batch" else held.min()
+    np.testing.assert_allclose(given, (least / drawn) ** BETA, rtol=1e-5)
+    assert len(drawn) == BATCH
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (3, 2)])

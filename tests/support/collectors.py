@@ -10,7 +10,7 @@ import numpy as np
 
 from ddrl import envs
 from ddrl.algorithms.base import RecurrentState
-from ddrl.config import EnvConfig, RolloutConfig, RunConfig
+from ddrl.config import EnvConfig, ReplayConfig, RolloutConfig, RunConfig
 from ddrl.types import EnvSpec, SequenceShape
 from ddrl.worker.collector import Collector
 
@@ -45,6 +45,7 @@ def make_collector(
     context: int = 0,
     sequences: SequenceShape | None = None,
     rollout: Mapping[str, Any] = MappingProxyType({}),
+    hindsight: int = 0,
     seed: int = 1,
     **identity: Any,
 ) -> Collector:
@@ -52,7 +53,8 @@ def make_collector(
     resolved: Any = SimpleNamespace(spec=spec or envs.describe(env), context=context, sequences=sequences)
     resolved.policy = lambda producer: policy
     settings = RolloutConfig(**{"fragment_s": 5} | dict(rollout))
-    config = RunConfig(env=env, rollout=settings, seed=seed, algorithm={"name": "none"})
+    replay = ReplayConfig(hindsight=hindsight)
+    config = RunConfig(env=env, rollout=settings, replay=replay, seed=seed, algorithm={"name": "none"})
     identity = {"run": "r", "producer": 5, "incarnation": 7, "random_until_learned": True} | identity
     made = Collector(config=config, resolved=resolved, **identity)
     if version is not None:

@@ -26,7 +26,7 @@ from ddrl.learner import run as run_module
 from ddrl.learner.core import Core
 from ddrl.learner.loop import Learner
 from ddrl.networks.ranks import ALONE
-from ddrl.store import checkpoints, connection, keys, ledger, metrics, runs, stream, weights
+from ddrl.store import checkpoints, connection, keys, ledger, metrics, quarantine, runs, stream, weights
 from ddrl.store.connection import connect_blocking
 from ddrl.worker.segment import Players, play
 
@@ -135,6 +135,21 @@ class Run:
         audit = ledger.audit(self.client, self.id)
         assert audit.is_balanced
         return audit
+
+
+def go_back(run: Run, version: int) -> dict[str, np.ndarray]:
+    """Have a run go back to a version; return its weights."""
+    blob = weights.get(run.client, run.id, version)
+    assert blob is not None
+    entry = {
+        "event": "rollback",
+        "option": "version",
+        "from": run.index.latest,
+        "to": version,
+        "env_steps": 1,
+    }
+    quarantine.change(run.client, run.id, quarantine.read(run.client, run.id)[1], (), entry, blob)
+    return weights.decode_weights(blob)
 
 
 @contextmanager

@@ -204,6 +204,12 @@ def test_length_follows_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths.append(played.collect().num_steps)
     assert lengths == [16, 64, 200, 200, 128, 32, 8, 2, 1]
     assert make(rollout={"max_fragment_steps": 3}).collect().num_steps == 3
+    played = make(
+        rollout={"fragment_s": 0.125}, policy=Plays(slow), hindsight=4
+    )  # goals are those of a fragment
+    assert [played.collect(max_steps=most, stop_at=0.0).num_steps for most in (1, 5, 200)] == [50] * 3
+    short = make(rollout={"max_fragment_steps": 20}, policy=Plays(slow), hindsight=4)
+    assert short.collect(max_steps=1).num_steps == 20
 
 
 def test_memory_estimate_counts_environments_weights_and_context() -> None:
