@@ -3,6 +3,7 @@
     python benchmarks/learning.py steps --jobs 2 --seeds 5        # go on with what --results lacks
     python benchmarks/learning.py minutes --seeds 5               # alone on the machine: each run has all cores
     python benchmarks/learning.py defaults --jobs 2 --seeds 5     # with nothing but env.id and algorithm.name
+    python benchmarks/learning.py algorithms --jobs 2 --seeds 5   # the other algorithms, each on one task
     python benchmarks/learning.py report > docs/learning.md       # tables and plot of what is there
 
 ddrl is the whole product, `ddrl submit`: server, workers, evaluations, learner. Of both, the version with the best of
@@ -118,23 +119,36 @@ EQUAL_STEPS = {
 TEN_MINUTES = {
     "Pendulum-v1": Task("pendulum", _PENDULUM, published=-157.0),
     "LunarLanderContinuous-v3": Task("lunar", _LANDER, published=260.4),
-    "BipedalWalker-v3": Task("bipedal-ppo", _WALKER, published=297.7),
+    "BipedalWalker-v3": Task("bipedal", _WALKER, published=297.7),
     "HalfCheetah-v5": Task("halfcheetah", _MUJOCO, published=9535.5),
     "Hopper-v5": Task("hopper", _MUJOCO, published=2325.5),
     "Walker2d-v5": Task("walker2d", _MUJOCO, published=3863.2),
 }
-TEN_MINUTES["BipedalWalker-v3 again"] = replace(TEN_MINUTES["BipedalWalker-v3"], preset="bipedal")
+TEN_MINUTES["BipedalWalker-v3 again"] = replace(TEN_MINUTES["BipedalWalker-v3"], preset="bipedal-ppo")
 DEFAULTS = {
     name: replace(task, preset="sac" if task.zoo["algorithm"] == "SAC" else "ppo", steps=1_000_000)
     for name, task in EQUAL_STEPS.items()
 }
 # By one algorithm or the other: what PPO does not learn, the other one may.
 DEFAULTS["LunarLanderContinuous-v3 again"] = replace(DEFAULTS["LunarLanderContinuous-v3"], preset="sac")
-TABLES = {"steps": EQUAL_STEPS, "minutes": TEN_MINUTES, "defaults": DEFAULTS}
+ALGORITHMS = {
+    "CartPole-v1 by discrete SAC": Task("cartpole-sac", {}, published=500.0, steps=100_000),
+    "CartPole-v1 by DQN": Task("cartpole-dqn", {}, published=500.0, steps=100_000),
+    "CartPole-v1 by PQN": Task("cartpole-pqn", {}, published=500.0, steps=100_000),
+    "CartPole-v1 by IMPALA": Task("cartpole-impala", {}, published=500.0, steps=100_000),
+    "LunarLanderContinuous-v3 by TQC": Task("lunar-tqc", {}, published=270.9, steps=200_000),
+    "LunarLanderContinuous-v3 by CrossQ": Task("lunar-crossq", {}, published=270.9, steps=200_000),
+    "Taxi-v4 by DQN with masks": Task("taxi", {}, published=math.nan, steps=200_000),
+    "ddrl/Flip-v0 by DQN with HER": Task("flip", {}, published=math.nan, steps=300_000),
+    "ddrl/Recall-v0 by recurrent PPO": Task("recall-ppo", {}, published=math.nan, steps=100_000),
+    "ddrl/Recall-v0 by R2D2": Task("recall", {}, published=math.nan, steps=30_000),
+}
+TABLES = {"steps": EQUAL_STEPS, "minutes": TEN_MINUTES, "defaults": DEFAULTS, "algorithms": ALGORITHMS}
 TITLES = {
     "steps": "After equal steps",
     "minutes": "After ten minutes, alone on both cores",
     "defaults": "With nothing but `env.id` and `algorithm.name`, after a million steps or half an hour",
+    "algorithms": "Other algorithms, and observations that need more than a plain one",
 }
 SYSTEMS = ("ddrl", "Stable-Baselines3")
 
@@ -169,7 +183,7 @@ def run_missing(table: str, given: argparse.Namespace) -> None:
         for seed in range(1, given.seeds + 1)
         for task in given.tasks or TABLES[table]
         for system in given.systems
-        if system == "ddrl" or (table != "defaults" and " again" not in task)
+        if system == "ddrl" or TABLES[table][task].zoo and table != "defaults" and " again" not in task
     ]
 
     def run(one: tuple[str, str, str, int]) -> None:
@@ -335,9 +349,8 @@ def report(rows: list[Row]) -> str:
         for name, task in tasks.items():
             cells = [_cell(scores(rows, table, name, system)) for system in SYSTEMS]
             steps = f"{task.steps:,}" if task.steps else ""
-            lines.append(
-                f"| {name} | {steps} | {cells[0]} `{task.preset}` | {cells[1]} | {task.published:,.1f} |"
-            )
+            published = f"{task.published:,.1f}" if task.published == task.published else ""
+            lines.append(f"| {name} | {steps} | {cells[0]} `{task.preset}` | {cells[1]} | {published} |")
     return "\n".join([*lines, "\n![Curves](learning.png)"])
 
 

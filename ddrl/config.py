@@ -276,8 +276,8 @@ class EvaluationConfig(Section):
     """Time between evaluations when training returns are near the target."""
     near: float = Field(0.15, ge=0, json_schema_extra=LIVE)
     """Training returns are near the target when the mean of the last 20 training episodes is within this share of the
-    way from the lowest mean seen, in training or evaluation, to stop.return; 1: always. Larger notices a solution
-    earlier, and takes more of the fleet's time."""
+    way from the lowest mean of an evaluation, or theirs if it is lower, to stop.return; 1: always. Larger notices a
+    solution earlier, and takes more of the fleet's time."""
     seed: int = Field(1_000_000, ge=0)
     """First seed of the evaluations; those of the confirmation follow."""
     timeout_s: Duration = Field(60.0, gt=0, json_schema_extra=LIVE)

@@ -93,6 +93,20 @@ def test_options_reach_every_run(client: Any, target_file: str) -> None:
         assert (state.weight, state.priority, state.status) == (2.5, "high", "active")
 
 
+def test_an_environment_without_a_time_limit_is_named(
+    client: Any, target_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
+    endless = "env={id: 'support.odd_envs:Endless', kwargs: {continuous: true}}"
+    notice = "support.odd_envs:Endless: names no time limit; evaluations end episodes after 27,000 steps"
+    for given, is_told in ((endless, True), ("evaluation.max_steps=9", False), ("seed=2", False)):
+        options = ["-s", endless] if "max_steps" in given else []
+        told = commands.run(
+            "submit", target_file, *options, "-s", given, "--detach", "--workers", "0", "--no-learner"
+        ).err
+        assert (notice in told) == ("no time limit" in told) == is_told
+
+
 @pytest.mark.parametrize("is_embedded", [True, False])
 def test_a_submission_prunes_the_embedded_server_and_no_other(
     home: Path, client: Redis, target_file: str, is_embedded: bool, monkeypatch: pytest.MonkeyPatch

@@ -48,7 +48,12 @@ def goes_on(run: Run, ranks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("on_policy", [False, True])
-def test_learners_join_learn_together_leave_and_are_replaced(server, learn, log, on_policy: bool) -> None:
+def test_learners_join_learn_together_leave_and_are_replaced(
+    server, learn, log, monkeypatch: pytest.MonkeyPatch, on_policy: bool
+) -> None:
+    shown: dict[str, Any] = {}  # in Flower
+    monkeypatch.setattr(rendezvous.celery, "show", lambda name, event, **fields: shown.update({name: fields}))
+    monkeypatch.setattr(rendezvous, "SHOW_S", 0.5)
     config = pick_config(learner=TWO) if on_policy else endless_config(learner=TWO)
     run = Run(server, config)
     with playing(run.url, run.id):
@@ -56,6 +61,8 @@ def test_learners_join_learn_together_leave_and_are_replaced(server, learn, log,
         second = learn(run)
         goes_on(run, [0, 1])
         assert all(member.updates_per_s >= 0.0 for member in learners.by_rank(run.client, run.id))
+        ranks = [f"{run.id}-rank{rank}@{socket.gethostname()}" for rank in (0, 1)]
+        until(lambda: all(name in shown and shown[name]["processed"] > 0 for name in ranks), SLOW_S)
         second.end()
         goes_on(run, [0])
         learn(run)
@@ -430,6 +437,10 @@ def test_a_follower_leaves_a_group_whose_leader_is_lost_before_it_begins(
             "learner.num_learners: 2, but sac as it is configured learns alone",
         ),
         (
+            {"name": "dqn", "network": "nature", "norm": "batch"},
+            "learner.num_learners: 2, but dqn as it is configured learns alone",
+        ),
+        (
             {"name": "docs.own_algorithm"},
             "learner.num_learners: 2, but docs.own_algorithm as it is configured",
         ),
@@ -445,5 +456,7 @@ def test_an_algorithm_that_needs_whole_batches_learns_alone(
         spaces = replace(
             spaces, action_kind="discrete", action_shape=(), action_sizes=(4,), action_low=(), action_high=()
         )
+    if algorithm["name"] == "dqn":
+        spaces = replace(spaces, observation_shape=(84, 84), observation_dtype="uint8")
     with pytest.raises(ConfigError, match=message):
         base.resolve(config, spaces)

@@ -100,7 +100,7 @@ class Config(NetworkConfig, Prioritized):
     @property
     def learns_alone(self) -> bool:
         """Batch normalization needs the statistics of whole batches."""
-        return self.batch_norm
+        return self.batch_norm or super().learns_alone
 
     def check(self, spec: EnvSpec) -> None:
         """Refuse an environment without bounded continuous actions, and observations that the network cannot take."""
