@@ -276,7 +276,7 @@ class EvaluationConfig(Section):
     """Time between evaluations when training returns are near the target."""
     near: float = Field(0.15, ge=0, json_schema_extra=LIVE)
     """Training returns are near the target when the mean of the last 20 training episodes is within this share of the
-    way from the lowest mean of an evaluation, or theirs if it is lower, to stop.return; 1: always. Larger notices a
+    way from the lowest mean of an evaluation, or this mean if it is lower, to stop.return; 1: always. Larger notices a
     solution earlier, and takes more of the fleet's time."""
     seed: int = Field(1_000_000, ge=0)
     """First seed of the evaluations; those of the confirmation follow."""
@@ -359,11 +359,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"env.reward_clip: {self.env.reward_clip:g} has no effect with env.reward_sign; remove one"
             )
-        if self.env.action_mask and self.env.action_repeat > 1:
-            raise ValueError(
-                f"env.action_repeat: {self.env.action_repeat} would repeat actions that env.action_mask forbids "
-                "meanwhile; use 1"
-            )
         if (self.replay.warmup_steps or 1) > self.replay.capacity:
             raise ValueError(
                 f"replay.warmup_steps: {self.replay.warmup_steps} is more than replay.capacity "
@@ -373,12 +368,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.fragment_s: {self.rollout.fragment_s:g} is longer than rollout.segment_s "
                 f"{self.rollout.segment_s:g}; use at most {self.rollout.segment_s:g}"
-            )
-        learner = self.learner
-        if learner.num_learners > 1 and learner.rank_timeout_s >= learner.stall_s:
-            raise ValueError(
-                f"learner.rank_timeout_s: {learner.rank_timeout_s:g} is not less than learner.stall_s "
-                f"{learner.stall_s:g}, at which a learner that waits for another one ends; lower it or raise stall_s"
             )
         most = MAX_RESULT // (2 + len(self.env.metrics))
         for name in ("num_episodes", "confirm_episodes"):

@@ -4,7 +4,7 @@ Axes: T steps, C context steps before them, N environments played side by side, 
 frames of a stack), E ended episodes, S stored recurrent states, H numbers in a recurrent state (of an image: its
 height), B batch, U burn-in and L training steps of a sequence, R observation rows, D dimensions of an action. `*O` is
 the shape of one observation, `*I` that of a network's input (a stack of observations, or one), `*A` that of one action.
-Rewards "in training units" are those that `env.reward_scale` and `env.reward_sign` give.
+Rewards "in training units" are those that `env.reward_scale`, `reward_sign` and `reward_clip` give.
 """
 
 from __future__ import annotations

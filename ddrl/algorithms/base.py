@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -287,8 +287,14 @@ def config_class(name: str) -> type[AlgorithmConfig]:
             raise ModuleError(
                 f"{name}: has no class Config of {AlgorithmConfig.__module__}.AlgorithmConfig; add it"
             )
-        if is_custom(name) and (lacking := next(_lacking(module, found), None)):
-            raise ModuleError(f"{name}: {lacking}; add it as the guide shows")
+        for part in ("Policy", "make_learner") if is_custom(name) else ():
+            if not callable(getattr(module, part, None)):
+                raise ModuleError(f"{name}: has no {part}; add it as the guide shows")
+        lacks = sorted(found.__abstractmethods__)
+        if not (found.on_policy or "n_step" in found.model_fields or hasattr(found, "n_step")):
+            lacks.append("n_step")
+        if is_custom(name) and lacks:
+            raise ModuleError(f"{name}: its Config has no {lacks[0]}; add it as the guide shows")
     except ModuleError as error:
         raise ConfigError(f"algorithm.name: {error}") from None
     return found
@@ -318,18 +324,6 @@ def _module(name: str, part: str) -> Any:
     if is_custom(name):  # all parts are in one
         return load_module(f"{name}:{part}")
     return importlib.import_module(f"ddrl.algorithms.{name}.{part}")
-
-
-def _lacking(module: Any, config: type[AlgorithmConfig]) -> Iterator[str]:
-    """Yield what a user's module lacks, as far as it can be told before policy and learner are made."""
-    for part in ("Policy", "make_learner"):
-        if not callable(getattr(module, part, None)):
-            yield f"has no {part}"
-    of_config = sorted(config.__abstractmethods__) + ([] if config.on_policy else ["n_step"])
-    yield from (f"its Config has no {part}" for part in of_config if part not in config.model_fields)
-    if isinstance(module.Policy, type):
-        methods = sorted(part for part, value in vars(Policy).items() if callable(value) and part[0] != "_")
-        yield from (f"its Policy has no {part}" for part in methods if not hasattr(module.Policy, part))
 
 
 def _whole(made: Any, protocol: type, name: str) -> Any:

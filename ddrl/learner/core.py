@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,9 +134,10 @@ class Core:
         if (priority := metrics.pop("priority", None)) is not None:
             self.replay.update_priorities(batch, to_host(priority))
         if self.ranks.size > 1 and self.algorithm.num_updates // CHECK_EVERY > num_checks:
-            state = self.algorithm.state().values()
-            equal = (value.numpy().tobytes() for value in state if value.is_floating_point())  # no generators
-            self.checksum = reduce(lambda checksum, data: zlib.crc32(data, checksum), equal, 0)
+            self.checksum = 0
+            for value in self.algorithm.state().values():
+                if value.is_floating_point():  # generators differ
+                    self.checksum = zlib.crc32(value.numpy().tobytes(), self.checksum)
         return metrics
 
     def replay_state(self) -> dict[str, torch.Tensor]:

@@ -91,9 +91,7 @@ class Leading:
             self._reports |= {entry_id.encode(): _read(*of) for entry_id, *of in report["entries"]}
             self.leaving |= report["leaves"]
             if report["checksum"] != self._core.checksum:
-                raise RankLostError(
-                    "a rank's parameters are others than the leader's; use machines of one kind"
-                )
+                raise RankLostError("a rank's parameters differ from the leader's; use machines of one kind")
         taken = stream.order(until)
         while self._reports and stream.order(oldest := next(iter(self._reports))) <= taken:
             del self._reports[oldest]

@@ -39,7 +39,8 @@ GATHER_S = 10.0  # for the first group of a run, until its learners are there
 AGAIN_S = 1.5  # for a later one: some beats, which a lost learner does not send
 STORE_S = 10.0  # to reach the leader
 READY_S = 600.0  # to restore a replay
-AWAY_S = 60.0  # that a learner is away which does not reach the leader; then twice as long each time
+AWAY_S = 60.0  # that a learner is away which does not reach the leader; the next time twice as long
+MOST_AWAY_S = 3600.0
 POLL_S = 0.05
 SHOW_S = 5.0  # between two events for Flower
 
@@ -55,6 +56,7 @@ class Peer:
 
     Attributes:
         id: of this learner.
+        versions: here, of what must be the same for all learners.
         member: as announced; None: the run wants one learner.
         core: that learns now, or None; its progress is announced. If a follower's makes none, the process ends.
         is_lost: the group before lost a learner.
@@ -62,6 +64,7 @@ class Peer:
 
     def __init__(self, client: Redis, run: str) -> None:
         self._client, self._run, self.id = client, run, secrets.token_hex(8)
+        self.versions = {"ddrl": machine_versions().get("ddrl", "-"), "torch": torch.__version__}
         self.member: Member | None = None
         self.core: Core | None = None
         self.is_lost = False
@@ -91,15 +94,15 @@ class Peer:
         """Announce this learner from now on, if the run wants several."""
         if self.member is None and config.learner.num_learners > 1:
             device = set_up(config.learner)
-            number, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-            if device.type == "cuda" and number >= num_gpus:
-                log.warning("learns on %s beside another learner: GPUs here are %d", device, num_gpus)
+            num_gpus = torch.cuda.device_count()
+            if device.type == "cuda" and int(os.environ.get("LOCAL_RANK", "0")) >= num_gpus:
+                log.warning("learns on %s beside another learner: GPUs of this machine: %d", device, num_gpus)
             self.member = member = Member(
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 address=_address(self._client.connection_pool),
                 device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-                versions={"ddrl": machine_versions().get("ddrl", "-"), "torch": torch.__version__},
+                versions=self.versions,
             )
             self._stall_s = config.learner.stall_s
             self._thread = threading.Thread(None, self._announce, "announcer", [member], daemon=True)
@@ -163,6 +166,7 @@ class Peer:
 
         """
         self._group = self._store = self.core = None  # the replay before makes room
+        self._away_until = 0.0
         if (member := self._begin(config)) is None:
             return ALONE
         client, run, wanted = self._client, self._run, config.learner.num_learners
@@ -242,15 +246,15 @@ class Peer:
         Raises:
             StoreError: its leader has other versions.
         """
-        group, member = learners.formed(self._client, self._run), self.member
-        if group is not None and member is not None:
-            leader = learners.alive(self._client, self._run).get(group.members[0], member)
-            if leader.versions != member.versions:
-                raise StoreError(
-                    f"run {self._run}: the leader on {leader.host} has other versions: {leader.versions}, here "
-                    f"{member.versions}; install the same to join it"
-                )
-        return group is not None and self.id not in group.members and len(group.members) >= group.wanted
+        if (group := learners.formed(self._client, self._run)) is None:
+            return False
+        leader = learners.alive(self._client, self._run).get(group.members[0])
+        if leader is not None and leader.versions != self.versions:
+            raise StoreError(
+                f"run {self._run}: the leader on {leader.host} has other versions: {leader.versions}, here "
+                f"{self.versions}; install the same to join it"
+            )
+        return self.id not in group.members and len(group.members) >= group.wanted
 
     def follow(self, stop: threading.Event) -> None:
         """Learn with a group that names this learner, if there is a new one, until it ends.
@@ -286,9 +290,10 @@ class Peer:
             where = f"{group.address}:{group.port}"
             text = f"the leader's {where} cannot be reached from {member.address} on {member.host} in {STORE_S:g} s"
             runs.note(client, run, "learner left out", text)
-            # Or the leader would take it in again.
-            self._away_until, self._away_s = time.monotonic() + self._away_s, 2 * self._away_s
+            self._away_until = time.monotonic() + self._away_s  # or the leader would take it in again
+            self._away_s = min(2 * self._away_s, MOST_AWAY_S)
             raise RankLostError(text) from None
+        self._away_s = AWAY_S
         device = set_up(config.learner)
         with contextlib.ExitStack() as stack:
             reader_client = stack.enter_context(contextlib.closing(connection.connect_blocking()))

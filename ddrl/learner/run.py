@@ -150,7 +150,7 @@ def learn(
         The status with which the run ended; None when it goes on without this learner.
 
     Raises:
-        StoreError: the run is not active, or is unknown and has no local checkpoint.
+        StoreError: the run is not active, or is unknown and has no local checkpoint; or its leader has other versions.
         LeaseLostError: another learner took over.
         UnfitError: this machine lacks a module of the run, which goes on.
         ConfigError, ValueError: the run cannot be learned here; it has failed, unless only this machine's device is
@@ -218,7 +218,7 @@ class _Claim:
         """Return the lease's token; None if others learn the run, it has ended meanwhile, or the process must stop.
 
         Raises:
-            StoreError: the run is not active.
+            StoreError: the run is not active, or its leader has other versions.
             ConfigError: this machine lacks its device.
         """
         while not interrupted.is_set():
@@ -230,11 +230,11 @@ class _Claim:
                     token = self._acquire()
                     if token is not None or not self.waits:
                         return token
+                    if self.joins and self.peer.is_left_out():
+                        return None
                     with contextlib.suppress(*LOST):  # the run is lost; the next look restores it
                         self._request_or_wait(now.host)
                         self.peer.follow(interrupted)
-                    if self.joins and self.peer.is_left_out():
-                        return None
                 elif now.status != "paused" or not (self.holder or self.is_again):
                     what = f"has ended ({now.status})" if now.ended else f"is {now.status}"
                     raise StoreError(f"run {self.run}: {what}; continue it with `ddrl resume {self.run}`")

@@ -202,6 +202,12 @@ class Ranks:
             return drawn
         return drawn[self.rows] if self.share else drawn.new_zeros(shape)
 
+    def copy_first(self, *tensors: Tensor) -> None:
+        """Replace tensors by those of rank 0."""
+        if self.size > 1:
+            for tensor in tensors:
+                self.add(tensor if self.rank == 0 else tensor.zero_())
+
     def exchange(self, data: bytes) -> list[bytes]:
         """Return what every rank has given in this call, in the order of ranks; alone, only this rank's."""
         if self.size == 1:

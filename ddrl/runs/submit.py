@@ -54,7 +54,10 @@ def check(config: RunConfig, spaces: EnvSpec, *, processes: int = 1) -> None:
         ConfigError: the algorithm cannot be used, or not with this environment, or settings contradict.
     """
     resolved = base.resolve(config, spaces)
+    if base.is_custom(resolved.name):
+        resolved.policy()
     try:
+        _check_pairs(config)
         if resolved.on_policy:
             _check_on_policy(config, resolved, processes)
         else:
@@ -63,6 +66,24 @@ def check(config: RunConfig, spaces: EnvSpec, *, processes: int = 1) -> None:
         _check_budget(config, resolved)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_pairs(config: RunConfig) -> None:
+    """Refuse options that do not go together, whatever the algorithm.
+
+    Raises:
+        ValueError: two do not.
+    """
+    env, learner = config.env, config.learner
+    if env.action_mask and env.action_repeat > 1:
+        raise ValueError(
+            f"env.action_repeat: {env.action_repeat} would repeat actions that env.action_mask forbids meanwhile; use 1"
+        )
+    if learner.num_learners > 1 and learner.rank_timeout_s >= learner.stall_s:
+        raise ValueError(
+            f"learner.rank_timeout_s: {learner.rank_timeout_s:g} is not less than learner.stall_s "
+            f"{learner.stall_s:g}, at which a learner that waits for another one ends; lower it or raise stall_s"
+        )
 
 
 def _check_budget(config: RunConfig, resolved: base.Resolved) -> None:

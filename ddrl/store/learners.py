@@ -113,5 +113,13 @@ def wanting(client: Redis, names: Sequence[str]) -> list[str]:
     """Return those of some runs whose leader wants more learners than there are."""
     values = client.mget([keys.group(run) for run in names]) if names else []
     grouped = [run for run, value in zip(names, values, strict=True) if value is not None]  # few want several
-    groups = ((run, formed(client, run)) for run in grouped)
-    return [run for run, group in groups if group and len(alive(client, run)) < group.wanted]
+    return [
+        run for run in grouped if (group := formed(client, run)) and _count(client, run, group) < group.wanted
+    ]
+
+
+def _count(client: Redis, run: str, group: Group) -> int:
+    """Return the number of learners that have the versions of a group's leader."""
+    found = alive(client, run)
+    leader = found.get(group.members[0])
+    return sum(leader is None or one.versions == leader.versions for one in found.values())

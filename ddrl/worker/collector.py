@@ -25,7 +25,8 @@ from ddrl.worker.recorder import Recorder
 
 _FIRST_STEPS = 16  # T of the first fragment, before the speed is known
 _MAX_CHANGE = 4  # T grows and shrinks by at most this factor at a time
-_HINDSIGHT_STEPS = 50  # T at least where goals are those that a fragment reached
+_HINDSIGHT_STEPS = 50  # T where goals are those that a fragment reached, unless that takes too long
+_HINDSIGHT_S = 30.0
 _MAX_FRAGMENT_BYTES = 64 * 1024**2  # of uncompressed observations
 _ENV_BYTES = 256 * 1024  # a rough guess at the memory of one environment
 
@@ -141,8 +142,8 @@ class Collector:
 
         Args:
             max_steps: about the most steps to play: rounded up to a whole stride, at least 1, or 50 with hindsight.
-            stop_at: deadline by `time.monotonic()`: stop after the current step, or current stride with sequences, or
-                those 50 steps.
+            stop_at: deadline by `time.monotonic()`: stop after the current step, or current stride with sequences; 30 s
+                later before those 50 steps.
 
         Raises:
             ValueError: the policy returned actions or extras of a wrong shape.
@@ -164,8 +165,8 @@ class Collector:
             self._input = self._stack.push(observation, ended)
             if self._state:
                 advance(self._state, action, envs.training_reward(self._env, outcome[1]), ended)
-            may_stop = played % self._stride == 0 and played >= self._shortest
-            if stop_at is not None and may_stop and time.monotonic() >= stop_at:
+            late_s = _HINDSIGHT_S if played < self._shortest else 0.0
+            if stop_at is not None and played % self._stride == 0 and time.monotonic() >= stop_at + late_s:
                 break
         self._adapt((time.perf_counter() - started) / played)
         return recorder.end(self.version)

@@ -275,7 +275,7 @@ def play(
     It ends after `rollout.segment_s`; within one fragment when the run has stopped or is paused, when another run
     claims the process, or when the node drains; and after YIELD_AFTER_S of waiting if another run wants the process.
     A fragment for which the stream has no room until then is kept for the next segment. The allowance is exceeded by
-    one fragment at most: of the steps that are left, or n_step if that is more.
+    one fragment at most: of the steps that are left, or n_step, or 50 with hindsight, if that is more.
 
     Args:
         client: connection for commands.

@@ -13,6 +13,7 @@ from support.store import make_run
 
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, validate
+from ddrl.runs import submit
 
 OPTIONS = {"env": {"id": "Toy-v0"}, "algorithm": {"name": "mine.algorithm"}}
 HEAD = "from docs.own_algorithm import Config, Policy, make_learner\n"
@@ -41,7 +42,6 @@ def resolved(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> base.R
             BARE + "class Config(AlgorithmConfig):\n    def check(self, spec): pass",
             "mine.algorithm: its Config has no n_step; add it",
         ),
-        (HEAD + "class Policy:\n    load = act = print", "mine.algorithm: its Policy has no explore; add it"),
         ("import nothing_like_it", "mine.algorithm:config: No module named 'nothing_like_it'"),
         ("1 / 0", "mine.algorithm:config: importing mine.algorithm raised ZeroDivisionError"),
     ],
@@ -72,7 +72,7 @@ def test_a_policy_or_a_learner_that_lacks_a_method_is_refused(
 ) -> None:
     found = resolved(tmp_path, text, monkeypatch)
     with pytest.raises(ConfigError, match=f"^algorithm.name: mine.algorithm: {words}"):
-        found.policy(), found.learner(device=CPU, seed=1)
+        submit.check(validate(OPTIONS), DISCRETE), found.learner(device=CPU, seed=1)
 
 
 def test_a_name_that_is_not_allowed_is_refused_and_status_needs_none(

@@ -83,7 +83,8 @@ def test_versions_that_differ_and_machines_that_leave_are_shown(client: Any) -> 
     assert "H100" in text and "16.0 GB" in text and "leaves" in text and "up 1m0" in text
 
 
-def test_every_rank_of_a_run_is_shown(client: Any) -> None:
+def test_every_rank_of_a_run_is_shown(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learners, "TTL_S", 600.0)
     run = start(client, target_config(learner={"num_learners": 3}))
     take(client, run)
     member = learners.Member(host="one", pid=1, address="10.0.0.1", device="cpu", versions={})

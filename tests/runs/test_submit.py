@@ -57,6 +57,30 @@ def test_what_can_be_done_is_accepted(env: Options, algorithm: Options, sections
     assert submit.prepare(tree(env, algorithm, **sections)).frame_stack == env.get("frame_stack", 1)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            {"env": {**CARTPOLE, "action_repeat": 2}},
+            {"env": {**CARTPOLE, "action_mask": True}},
+            "env.action_repeat: 2 would repeat actions that env.action_mask forbids meanwhile; use 1",
+        ),
+        (
+            {"learner": {"num_learners": 2}},
+            {"learner": {"stall_s": 10}},
+            "learner.rank_timeout_s: 10 is not less than learner.stall_s 10, ",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(first: Options, second: Options, message: str) -> None:
+    spaces = envs.describe(tree(CARTPOLE, DQN).env)
+    both = {name: {**value, **second[name]} for name, value in first.items()}
+    for sections in (first, second):
+        submit.check(tree(**{"env": CARTPOLE, "algorithm": DQN, **sections}), spaces)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        submit.check(tree(**{"env": CARTPOLE, "algorithm": DQN, **both}), spaces)
+
+
 def test_a_run_names_the_options_whose_defaults_have_changed(client: Redis) -> None:
     """One that does not is older, and keeps the defaults of its time."""
     named = {"learning_rate": 1e-3, "normalize_observations": True, "normalize_returns": True}

@@ -207,7 +207,9 @@ def test_length_follows_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     played = make(
         rollout={"fragment_s": 0.125}, policy=Plays(slow), hindsight=4
     )  # goals are those of a fragment
-    assert [played.collect(max_steps=most, stop_at=0.0).num_steps for most in (1, 5, 200)] == [50] * 3
+    soon = time.monotonic()
+    assert [played.collect(max_steps=most, stop_at=soon).num_steps for most in (1, 5, 200)] == [50] * 3
+    assert played.collect(stop_at=soon - 31.0).num_steps == 1  # they take too long
     short = make(rollout={"max_fragment_steps": 20}, policy=Plays(slow), hindsight=4)
     assert short.collect(max_steps=1).num_steps == 20
 

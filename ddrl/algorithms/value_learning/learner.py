@@ -111,6 +111,7 @@ class ValueLearner(Generic[AnyOptions]):
         if config.max_grad_norm is not None:
             metrics["grad_norm"] = self.parameters.clip_gradient(config.max_grad_norm)
         self._optimizer.step()
+        self.ranks.copy_first(*self.buffers.values())
         if moves_target:
             self._move_target(config.target_rate or 1.0)
         return metrics

@@ -41,11 +41,6 @@ class QNetworkConfig(NetworkConfig):
     less tuning, at some time per update; `batch`, which R2D2 refuses, mixes the transitions of a batch. `layer`
     normalizes every layer before the head, also of mlp and conv. Usual: none or group."""
 
-    @property
-    def learns_alone(self) -> bool:
-        """Batch normalization needs the statistics of whole batches."""
-        return self.norm == "batch" or super().learns_alone
-
     def make_network(self, spec: EnvSpec, *, generator: Generator | None = None) -> QNetwork:
         """Return the network that the options describe, on the CPU.
 
