@@ -1,4 +1,4 @@
-"""Two machines, as network namespaces with a cable between them: server and learner on one, players on the other."""
+"""Two machines, as network namespaces with a cable between them: one has the server, the other players; both learn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.processes import Process, Processes, bound
 
-from ddrl.store import connection, ledger, runs, workers
+from ddrl.store import connection, learners, ledger, runs, workers
 from ddrl.store.server import server_binary
 
 PASSWORD = "of-the-two-hosts"
@@ -97,6 +96,7 @@ def test_a_run_on_two_hosts_outlives_a_pulled_cable(
     hosts: tuple[Host, Host], folder: Path, processes: Processes
 ) -> None:
     here, there = hosts
+    learner = {"num_learners": 2, "rank_timeout_s": 2, "checkpoint_every_s": 1}
     url, ddrl = f"redis://:{PASSWORD}@{here.address}:6379/0", (sys.executable, "-m", "ddrl")
 
     def start(host: Host, name: str, *words: str) -> Process:
@@ -109,20 +109,29 @@ def test_a_run_on_two_hosts_outlives_a_pulled_cable(
     start(here, "server", server_binary(), *options, *private)
     with connection.connect(f"unix://:{PASSWORD}@{folder}/s") as client:
         processes.until((folder / "s").exists)
-        path = processes.config(stop={"return": None, "time": 600})
+        path = processes.config(stop={"return": None, "time": 600}, learner=learner)
         assert start(here, "submit", *ddrl, "submit", str(path), "--detach").wait() == 0, processes.logs()
         run = runs.resolve(client, "last")
+
+        def learning() -> list[str]:
+            return [one.host for one in learners.by_rank(client, run) if one.rank >= 0]
+
         start(here, "learner", *ddrl, "learner", run)
+        processes.until(lambda: runs.state(client, run).leased)
+        start(there, "learner there", *ddrl, "learner", run)
         start(there, "worker", *ddrl, "worker", "--role", "all", "-c", "1")
-        processes.until(lambda: runs.state(client, run).appended_steps > 500)
+        processes.until(lambda: learning() == [here.name, there.name])
+        updates = runs.state(client, run).updates
+        processes.until(lambda: runs.state(client, run).updates > updates + 100)
         assert [worker.host for worker in workers.alive(client)] == [there.name]
         there.link("down")
-        time.sleep(5.0)
+        processes.until(lambda: learning() == [here.name], bound(15.0))
         before = runs.state(client, run)
         assert before.leased and before.host == here.name  # its learner does not need the other host
         there.link("up")
         more = before.appended_steps + 500
         processes.until(lambda: runs.state(client, run).appended_steps > more, bound(15.0))
+        processes.until(lambda: learning() == [here.name, there.name])
         assert runs.set_status(client, run, "stopped", "by the test")
         processes.until(lambda: not runs.state(client, run).leased)
         audit = ledger.audit(client, run)
