@@ -136,12 +136,15 @@ ALGORITHMS = {
     "CartPole-v1 by DQN": Task("cartpole-dqn", {}, published=500.0, steps=100_000),
     "CartPole-v1 by PQN": Task("cartpole-pqn", {}, published=500.0, steps=100_000),
     "CartPole-v1 by IMPALA": Task("cartpole-impala", {}, published=500.0, steps=100_000),
+    "Pendulum-v1 by DroQ": Task("pendulum-droq", {}, published=-157.0, steps=2_000),
     "LunarLanderContinuous-v3 by TQC": Task("lunar-tqc", {}, published=270.9, steps=200_000),
     "LunarLanderContinuous-v3 by CrossQ": Task("lunar-crossq", {}, published=270.9, steps=200_000),
     "Taxi-v4 by DQN with masks": Task("taxi", {}, published=math.nan, steps=200_000),
     "ddrl/Flip-v0 by DQN with HER": Task("flip", {}, published=math.nan, steps=300_000),
     "ddrl/Recall-v0 by recurrent PPO": Task("recall-ppo", {}, published=math.nan, steps=100_000),
+    "ddrl/Recall-v0 by recurrent IMPALA": Task("recall-impala", {}, published=math.nan, steps=300_000),
     "ddrl/Recall-v0 by R2D2": Task("recall", {}, published=math.nan, steps=30_000),
+    "ddrl/Gauge-v0 by SAC, image and number": Task("gauge", {}, published=math.nan, steps=8_000),
 }
 TABLES = {"steps": EQUAL_STEPS, "minutes": TEN_MINUTES, "defaults": DEFAULTS, "algorithms": ALGORITHMS}
 TITLES = {
