@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 
 # Classes and functions below.
-_TOYS = ("Endless", "Sleep", "target", "pick", "pairs", "spot", "Catch", "Recall", "Flip")
+_TOYS = ("Endless", "Sleep", "target", "pick", "pairs", "spot", "gauge", "Catch", "Recall", "Flip")
 _NUM_QUESTIONS = 10  # in an episode of `Questions`
 _MOST_STEPS = 100_000  # of an episode; all end by themselves before, unless `Endless` is told otherwise
 
@@ -101,13 +101,13 @@ class Questions(Toy):
         self,
         observations: Space[Any],
         actions: Space[Any],
-        ask: Callable[[np.random.Generator], tuple[np.ndarray, Any]],
+        ask: Callable[[np.random.Generator], tuple[Any, Any]],
         grade: Callable[[Any, Any], float] = lambda action, answer: float(action == answer),
     ) -> None:
         self.observation_space, self.action_space = observations, actions
         self._ask, self._grade = ask, grade
 
-    def first(self) -> np.ndarray:
+    def first(self) -> Any:
         """Start an episode with a question."""
         observation, self._answer = self._ask(self.np_random)
         return observation
@@ -182,6 +182,30 @@ def spot() -> Questions:
         return image, 2 * int(row >= 4) + int(column >= 4)
 
     return Questions(Box(0, 255, (8, 8, 1), np.uint8), Discrete(4), ask)
+
+
+def gauge(*, discrete: bool = False) -> Questions:
+    """Read a column from an image and a sign beside it: the answer is the column, or its mirror image.
+
+    Observation: a Dict with `image`, uint8 [8, 8, 1], black but for one column of 255, and `sign`, one of 2. Action:
+    the answer's position, one number in [-1, 1]; the reward is minus the square of its distance from the right one.
+    The best return is 0; uniformly random actions give -6.6 on average, and either part alone -3.3 at best.
+
+    Args:
+        discrete: the action is one of the 8 columns, with reward 1 for the right one.
+    """
+
+    def ask(generator: np.random.Generator) -> tuple[Any, int]:
+        column, sign = int(generator.integers(8)), int(generator.integers(2))
+        image = np.zeros((8, 8, 1), np.uint8)
+        image[:, column] = 255
+        return {"image": image, "sign": sign}, 7 - column if sign else column
+
+    def grade(action: Any, answer: int) -> float:
+        return float(action == answer) if discrete else -float((action[0] - (answer / 4 - 0.875)) ** 2)
+
+    seen = Dict(image=Box(0, 255, (8, 8, 1), np.uint8), sign=Discrete(2))
+    return Questions(seen, Discrete(8) if discrete else Box(-1.0, 1.0, (1,), np.float32), ask, grade)
 
 
 class Catch(Toy):

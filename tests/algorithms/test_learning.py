@@ -183,13 +183,10 @@ def test_sac_solves_dial_from_pixels(options: Options, monkeypatch: pytest.Monke
         ({"name": "sac", "batch_size": 64, "target_entropy": -3.0, "target_rate": 0.05}, 8_000, -0.7),
     ],
 )
-def test_a_gauge_is_read_from_its_image_and_its_sign(
-    options: Options, most_steps: int, close: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gauge_is_read_from_its_image_and_its_sign(options: Options, most_steps: int, close: float) -> None:
     """One of them alone is worth 5 of 10, or -3.3."""
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", ALLOWED)
     algorithm = {"network": "conv", "hidden_sizes": [64], "learning_rate": 3e-3, "gamma": 0.0} | options
-    env = {"id": "support.algorithms:gauge", "kwargs": {"discrete": options["name"] != "sac"}, "num_envs": 8}
+    env = {"id": "ddrl/Gauge-v0", "kwargs": {"discrete": options["name"] != "sac"}, "num_envs": 8}
     run = toy(
         env["id"], algorithm, env=env, rollout={"fragment_s": 5, "max_fragment_steps": 16},
         **({} if options["name"] == "ppo" else {"replay": QUICK}),

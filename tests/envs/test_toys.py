@@ -13,6 +13,7 @@ from support.runs import toy_answers
 
 from ddrl import envs
 from ddrl.config import EnvConfig
+from ddrl.envs.toy import gauge
 
 
 def make(env_id: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
@@ -81,6 +82,30 @@ def test_toys_that_show_their_answer(
         shares = np.bincount(np.array(answers)[:, dimension], minlength=size) / 3000
         np.testing.assert_allclose(shares, 1 / size, atol=0.04)
     assert len(seen) == num_observations
+
+
+@pytest.mark.parametrize("discrete", [True, False])
+def test_gauge_is_a_column_that_the_sign_mirrors(discrete: bool) -> None:
+    toy = gauge(discrete=discrete)
+    seen, costs = set(), []
+    for episode in range(100):
+        shown, _ = toy.reset(seed=episode)
+        for step in range(10):
+            assert toy.observation_space.contains(shown)
+            (column,) = np.flatnonzero(shown["image"][episode % 8, :, 0])
+            answer = (column, 7 - column)[shown["sign"]]
+            seen.add((column, shown["sign"]))
+            position = -0.875 + 0.25 * answer
+            wrong = (answer + 1) % 8
+            chosen: Any = (answer if step % 2 else wrong) if discrete else toy.np_random.uniform(-1, 1, 1)
+            expected = step % 2 if discrete else -((chosen[0] - position) ** 2)
+            shown, reward, terminated, truncated, _ = toy.step(chosen)
+            assert reward == pytest.approx(expected)
+            assert (terminated, truncated) == (False, step == 9)
+            costs.append(reward)
+    assert len(seen) == 16
+    if not discrete:
+        assert np.mean(costs) == pytest.approx(-0.66, abs=0.06)
 
 
 def slow_board(image: np.ndarray, size: int) -> np.ndarray:

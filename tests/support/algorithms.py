@@ -96,29 +96,6 @@ def dial() -> Any:
     return Questions(Box(0, 255, (8, 8, 1), np.uint8), Box(-1.0, 1.0, (1,), np.float32), ask, grade)
 
 
-def gauge(discrete: bool = False) -> Any:
-    """Read the bright column of an image and a sign beside it: the answer is the one or its mirror image.
-
-    Observation: {"image": uint8 [8, 8, 1], "sign": one of 2}. A discrete action is a column; its reward is 1 if right.
-    Another is a position in [-1, 1]; its reward is -(action - answer)^2. Neither part alone tells the answer.
-    """
-    from gymnasium.spaces import Box, Dict, Discrete
-
-    from ddrl.envs.toy import Questions
-
-    def ask(generator: np.random.Generator) -> tuple[Any, int]:
-        column, sign = int(generator.integers(8)), int(generator.integers(2))
-        image = np.zeros((8, 8, 1), np.uint8)
-        image[:, column] = 255
-        return {"image": image, "sign": sign}, 7 - column if sign else column
-
-    def grade(action: Any, answer: int) -> float:
-        return float(action == answer) if discrete else -float((action[0] - (answer / 4 - 0.875)) ** 2)
-
-    seen = Dict(image=Box(0, 255, (8, 8, 1), np.uint8), sign=Discrete(2))
-    return Questions(seen, Discrete(8) if discrete else Box(-1.0, 1.0, (1,), np.float32), ask, grade)
-
-
 OWN = "support.algorithms:own_network"
 ALLOWED = "support.algorithms,docs"
 
