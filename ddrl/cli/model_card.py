@@ -16,6 +16,7 @@ from ddrl.envs import EnvError
 from ddrl.runs import records
 from ddrl.runs.curves import plot_run
 from ddrl.runs.records import Records
+from ddrl.store.evaluations import INFO
 
 POLICY, VIDEO = "policy.safetensors", "episode.mp4"
 
@@ -87,7 +88,7 @@ def card(found: Records, version: int, train_s: float, *, has_video: bool) -> st
     """Return README.md: facts that hubs read, and text for people."""
     config, state = found.config, found.state
     env, algorithm = config.env.id, str(config.algorithm["name"])
-    evaluated, results = scores(found, version), []
+    evaluated, results, names = scores(found, version), [], [INFO + name for name in config.env.metrics]
     for row in evaluated[:1]:
         value = f"{row['return_mean']:.2f} +/- {row['return_std']:.2f}"
         metric = {"type": "mean_reward", "name": "mean_reward", "value": value, "verified": False}
@@ -103,9 +104,11 @@ def card(found: Records, version: int, train_s: float, *, has_video: bool) -> st
         f"# {env} by {algorithm.upper()}\n",
         f"Version {version} of the run `{state.run}`, trained with ddrl {state.versions.get('ddrl', '')}:"
         f" {counted(state.appended_steps, 'env step')}, {counted(state.updates, 'update')}, {duration(train_s)}.\n",
-        "| return | episodes | seeds from | purpose |\n|---|---|---|---|",
+        " | ".join(("| return", *names, "episodes", "seeds from", "purpose |")),
+        "|---" * (4 + len(names)) + "|",
         *(
-            f"| {score(row)} | {row['num_episodes']} | {row['first_seed']} | {row['purpose']} |"
+            " | ".join((f"| {score(row)}", *(f"{row[name]:.4g}" if name in row else "-" for name in names)))
+            + f" | {row['num_episodes']} | {row['first_seed']} | {row['purpose']} |"
             for row in evaluated
         ),
         "" if evaluated else f"\nThis version was not evaluated; `ddrl evaluate {POLICY}` does it.",

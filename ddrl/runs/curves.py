@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ddrl.runs.records import Records, shown
+from ddrl.store.evaluations import INFO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,10 +42,15 @@ def trailing_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
 
 
 def plot_run(records: Records) -> bytes:
-    """Return a plot of one run as PNG: training returns, their mean, evaluations, the target and changed settings."""
+    """Return a plot of one run as PNG: training returns, their mean, evaluations, the target and changed settings.
+
+    Below that each of `env.metrics`.
+    """
     state, config = records.state, records.config
     task = f"{config.env.id}, {str(config.algorithm['name']).upper()}, seed {config.seed}"
-    figure = _panels((11, 4.4), f"{task}    {state.run}: {state.outcome or state.status}", records, draw_run)
+    rows = {name: partial(draw_metric, name=name) for name in config.env.metrics}
+    title = f"{task}    {state.run}: {state.outcome or state.status}"
+    figure = _panels((11, 4.4 + 2.2 * len(rows)), title, records, {"episode return": draw_run, **rows})
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
         _legend_below(figure, handles, labels, columns=len(handles))
@@ -65,7 +74,7 @@ def plot_runs(runs: Mapping[str, Records], path: Path) -> None:
     columns = -(-len(runs) // LEGEND_ROWS)
     height = 4.6 + 0.21 * -(-len(runs) // columns)
     envs = dict.fromkeys(each.config.env.id for each in runs.values())
-    figure = _panels((12, height), ", ".join(envs), [*runs.values()], draw_runs)
+    figure = _panels((12, height), ", ".join(envs), [*runs.values()], {"episode return": draw_runs})
     handles = [Line2D([], [], **_style(number), linewidth=2.2) for number in range(len(runs))]
     _legend_below(figure, handles, list(runs), columns=columns)
     marks = [Line2D([], [], color=_GREY, linewidth=2.2), Line2D([], [], color=_GREY, marker="o", linewidth=0)]
@@ -103,25 +112,36 @@ def draw_runs(axes: Axes, runs: Sequence[Records], over: str) -> None:
     _finish(axes, runs, levels)
 
 
+def draw_metric(axes: Axes, records: Records, over: str, name: str) -> None:
+    """Draw the means of one of `env.metrics` in training and evaluations on one panel; `over` is a key of PANELS."""
+    for rows, form, color in ((records.figures, "-", _BLUE), (records.evaluated, "o", _ORANGE)):
+        points = [(row[over], row[INFO + name]) for row in rows if INFO + name in row]
+        axes.plot(*np.array(points).reshape(-1, 2).T, form, color=color, linewidth=1.8)
+    axes.set_xlim(left=0)
+
+
 def _panels(
-    size: tuple[float, float], title: str, data: Any, draw: Callable[[Axes, Any, str], None]
+    size: tuple[float, float], title: str, data: Any, rows: Mapping[str, Callable[[Axes, Any, str], None]]
 ) -> Figure:
-    """Return a figure with a panel for each of PANELS, drawn by `draw(axes, data, over)`."""
+    """Return a figure with a row for each label, of a panel for each of PANELS, drawn by `draw(axes, data, over)`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)  # without pyplot: no global state, no display
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, (over, label) in zip(panels, PANELS.items(), strict=True):
-        axes.grid(True, color="#e5e7eb", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.02)
+    ratios = [2] + [1] * (len(rows) - 1)
+    panels = figure.subplots(len(rows), 2, sharex="col", sharey="row", height_ratios=ratios, squeeze=False)
+    for row, (name, draw) in zip(panels, rows.items(), strict=True):
+        row[0].set_ylabel(name)
+        for axes, over in zip(row, PANELS, strict=True):
+            axes.grid(True, color="#e5e7eb", linewidth=0.8)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.margins(x=0.02)
+            draw(axes, data, over)
+    for axes, label in zip(panels[-1], PANELS.values(), strict=True):
         axes.set_xlabel(label)
-        draw(axes, data, over)
-    panels[0].set_ylabel("episode return")
-    panels[1].xaxis.set_major_formatter(lambda value, _: _steps(value))
+    panels[-1, 1].xaxis.set_major_formatter(lambda value, _: _steps(value))
     figure.suptitle(title, fontsize=11)
     return figure
 

@@ -18,7 +18,12 @@ from ddrl.runs.evaluation import score
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
 from ddrl.types import EvaluationResult
 
-CARTPOLE = validate({"env": {"id": "CartPole-v1"}, "algorithm": {"name": "ppo", "hidden_sizes": [8]}})
+CARTPOLE = validate(
+    {
+        "env": {"id": "CartPole-v1", "metrics": ["is_success"]},
+        "algorithm": {"name": "ppo", "hidden_sizes": [8]},
+    }
+)
 
 
 def published(client: Redis, config: RunConfig) -> tuple[str, int]:
@@ -33,7 +38,7 @@ def evaluate(client: Redis, run: str, token: int, purpose: str, num: int, mean: 
     done = Evaluation(version=0, first_seed=num, num_episodes=num, purpose=purpose)
     returns = tuple([mean - 1.0, mean + 1.0] * (num // 2))
     OpenEvaluations(client, run, send=lambda _: None, timeout_s=60, token=token).store(
-        done, EvaluationResult(returns, (10,) * num)
+        done, EvaluationResult(returns, (10,) * num, {"is_success": [0.25] * num})
     )
 
 
@@ -54,7 +59,9 @@ def test_the_folder_has_all_that_others_need(client: Redis, tmp_path: Path) -> N
     _, facts, text = (folder / "README.md").read_text().split("---\n", 2)
     [model] = yaml.safe_load(facts)["model-index"]
     assert model["results"][0]["metrics"][0]["value"] == "250.00 +/- 1.00"  # the confirmation
-    assert "| 250.0 ± 1.0 | 100 | 100 | confirm |" in text and "| 300.0 ± 1.0 | 200 |" in text and run in text
+    assert "| return | info/is_success | episodes | seeds from | purpose |\n|---|---|---|---|---|\n" in text
+    assert "| 250.0 ± 1.0 | 0.25 | 100 | 100 | confirm |" in text and run in text
+    assert "| 300.0 ± 1.0 | 0.25 | 200 |" in text
 
 
 def test_what_is_there_is_replaced_only_by_force(client: Redis, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from support import commands
@@ -176,6 +177,21 @@ def test_changes_are_drawn_on_both_panels(client: Any, tmp_path: Path) -> None:
     lines, labels = _drawn(many)
     assert len(lines) == 20 and labels == []
     assert len(curves.plot_run(many)) > 10_000
+
+
+def test_metrics_of_the_environment_have_panels_of_their_own(client: Any) -> None:
+    records = read(client, make_run(client))
+    figures = [{"time_s": float(n), "env_steps": 100 * n, "info/won": 0.1 * n} for n in range(3)]
+    evaluated = [{"time_s": 2.5, "env_steps": 250, "info/won": 0.5}, {"time_s": 3.0, "env_steps": 300}]
+    axes = Figure().subplots()
+    curves.draw_metric(axes, replace(records, figures=figures, evaluated=evaluated), "env_steps", "won")
+    trained, scored = (line.get_xydata() for line in axes.lines)
+    np.testing.assert_allclose(trained, [(0, 0), (100, 0.1), (200, 0.2)])
+    np.testing.assert_allclose(scored, [(250, 0.5)])
+    env = records.config.env.model_copy(update={"metrics": ("won", "never")})
+    shown = replace(records, config=records.config.model_copy(update={"env": env}))
+    heights = [int.from_bytes(curves.plot_run(one)[20:24], "big") for one in (records, shown)]  # of the PNG
+    assert heights[1] == heights[0] + 2 * 286
 
 
 def _change(seconds: float, option: str, to: Any) -> dict[str, Any]:
