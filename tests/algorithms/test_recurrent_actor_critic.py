@@ -30,7 +30,8 @@ def recurrent_feed(learner: Any, spec: EnvSpec, **options: Any) -> list[Fragment
 def slow_rows(learner: Any, fragments: list[Fragment], *, gamma: float) -> dict[str, Tensor]:
     """Each transition's outputs, fragment by fragment and lane by lane, by a cell that starts anew at each episode.
 
-    Also the one-step return, by the value of the observation that truly came next.
+    Also the one-step return, by the value of the observation that truly came next, and the row of the episode's
+    next transition, -1: none is there.
     """
     network, size = learner.network, learner.config.recurrent_size
     kind = nn.LSTMCell if learner.config.recurrent == "lstm" else nn.GRUCell
@@ -43,7 +44,9 @@ def slow_rows(learner: Any, fragments: list[Fragment], *, gamma: float) -> dict[
         return network.policy_head(features)[0], network.value_head(features)[0, 0], state
 
     found: dict[str, list[Any]] = {"log_prob": [], "entropy": [], "value": [], "return_": [], "behavior": []}
-    states: dict[tuple[int, int], Any] = {}  # by producer and lane, of chains of fragments
+    following: list[int] = []
+    before: dict[tuple[int, int], int] = {}  # row, by producer and lane, of chains of fragments
+    states: dict[tuple[int, int], Any] = {}  # likewise
     played: dict[int, int] = {}
     for one in fragments:
         is_joined = played.get(one.producer) == one.seq - 1
@@ -52,8 +55,15 @@ def slow_rows(learner: Any, fragments: list[Fragment], *, gamma: float) -> dict[
         for lane in range(one.num_envs):
             memory = torch.from_numpy(one.extras["memory"][lane].astype(np.float32))[None]
             sent: Any = memory.split(size, dim=1) if learner.config.recurrent == "lstm" else memory
-            state: Any = states[one.producer, lane] if is_joined else sent
+            at = one.producer, lane
+            state: Any = states[at] if is_joined else sent
+            if not is_joined:
+                before.pop(at, None)
             for t in range(one.num_steps):
+                if at in before:
+                    following[before[at]] = len(following)
+                before[at] = len(following)
+                following.append(-1)
                 parameters, value, state = step(one.observation[t, lane], state)
                 action = torch.from_numpy(np.asarray(one.extras.get("raw_action", one.action)[t, lane]))[None]
                 log_prob, entropy = learner.log_prob(parameters[None], action)
@@ -63,13 +73,16 @@ def slow_rows(learner: Any, fragments: list[Fragment], *, gamma: float) -> dict[
                     target = target + gamma * step(seen, state)[1].detach()
                 if one.ended[t, lane]:
                     state = None
-                states[one.producer, lane] = state
+                    del before[at]
+                states[at] = state
                 found["log_prob"].append(log_prob[0])
                 found["entropy"].append(entropy[0])
                 found["value"].append(value)
                 found["return_"].append(target)
                 found["behavior"].append(torch.tensor(one.extras["behavior_log_prob"][t, lane]))
-    return {name: torch.stack(column) for name, column in found.items()}
+    return {name: torch.stack(column) for name, column in found.items()} | {
+        "following": torch.tensor(following)
+    }
 
 
 @pytest.mark.parametrize(("spec", "kind"), EACH)
@@ -101,14 +114,25 @@ def test_an_update_equals_the_twin_that_plays_step_by_step(spec: EnvSpec, kind: 
     torch.testing.assert_close(ppo.parameters.vector.grad, expected, rtol=1e-3, atol=2e-6)
 
 
-def test_impala_learns_from_the_same_sequences() -> None:
-    impala = make_learner("impala", DISCRETE, **MEMORY, max_grad_norm=None, value_coefficient=0.0)
-    fragments = recurrent_feed(impala, DISCRETE, num_fragments=4)
+@pytest.mark.parametrize(("spec", "kind"), EACH)
+def test_impala_equals_that_twin_too(spec: EnvSpec, kind: str) -> None:
+    """V-trace with lambda 0: one-step corrections, and advantages by the corrected value of what came next."""
+    options = MEMORY | {"recurrent": kind, "lambda_": 0.0, "gamma": 0.9, "max_grad_norm": None}
+    impala = make_learner("impala", spec, **options, critic_warmup_updates=0)
+    fragments = recurrent_feed(impala, spec, num_fragments=4)
     rows = slow_rows(impala, fragments, gamma=0.9)
+    ratio, value = (rows["log_prob"] - rows["behavior"]).exp().detach(), rows["value"].detach()
+    target = value + ratio.clamp(max=1.0) * (rows["return_"] - value)
+    correction = torch.where(rows["following"] >= 0, (target - value)[rows["following"]], 0.0)
+    advantage = ratio.clamp(max=1.0) * (rows["return_"] + 0.9 * correction - value)
+    loss = -(advantage * rows["log_prob"]).mean() - impala.config.entropy_coefficient * rows["entropy"].mean()
+    loss = loss + impala.config.value_coefficient * 0.5 * (rows["value"] - target).square().mean()
+    gradient = torch.autograd.grad(len(value) * loss, list(impala.network.parameters()))
     metrics = impala.update(tensors(fragments))
-    expected = (rows["log_prob"] - rows["behavior"]).exp().mean()
-    assert float(metrics["rho"]) == pytest.approx(float(expected.detach()), rel=1e-4)
+    assert float(metrics["rho"]) == pytest.approx(float(ratio.mean()), rel=1e-4)
     assert float(metrics["entropy"]) == pytest.approx(float(rows["entropy"].detach().mean()), rel=1e-4)
+    expected = torch.cat([part.flatten() for part in gradient])
+    torch.testing.assert_close(impala.parameters.vector.grad, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_minibatches_are_of_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
