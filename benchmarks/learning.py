@@ -123,6 +123,7 @@ TEN_MINUTES = {
     "HalfCheetah-v5": Task("halfcheetah", _MUJOCO, published=9535.5),
     "Hopper-v5": Task("hopper", _MUJOCO, published=2325.5),
     "Walker2d-v5": Task("walker2d", _MUJOCO, published=3863.2),
+    "Humanoid-v5": Task("humanoid", _MUJOCO, published=math.nan),
 }
 TEN_MINUTES["BipedalWalker-v3 again"] = replace(TEN_MINUTES["BipedalWalker-v3"], preset="bipedal-ppo")
 DEFAULTS = {

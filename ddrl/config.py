@@ -152,8 +152,8 @@ class RolloutConfig(Section):
     its stride, sequence_length - overlap."""
     random_until_learned: bool | None = None
     """Play uniformly random actions under version 0, which has learned nothing; continuous ones drift in every
-    second environment, so that they move what has inertia. null: true for DQN and SAC without initial weights; other
-    algorithms cannot."""
+    second environment, so that they move what has inertia. null: true without initial weights, but on-policy and for
+    R2D2, which cannot."""
     action_noise: float = Field(0.0, ge=0, le=2)
     """Standard deviation of Gaussian noise added to explored actions; 1 means half the action range. Only for
     continuous actions, off-policy."""

@@ -59,16 +59,17 @@ class Core:
         self.device, self.ranks = device, ranks
         several = ranks if ranks.size > 1 else None
         self.algorithm = resolved.learner(device=device, seed=config.seed, ranks=several)
-        self.replay = make_experience(config, resolved.config, resolved.spec, device=device, ranks=several)
         num_envs, num_steps = config.env.num_envs, longest_fragment_steps(config.rollout, resolved.sequences)
         if resolved.on_policy:  # a batch is whole fragments
             num_steps = min(num_steps, -(-resolved.config.batch_size // num_envs))
         self.source = runs.source(reader_client, run)
-        context = resolved.context
-        if self.source != run:  # whose algorithm may repeat more steps
-            context = max(
-                context, base.resolve(runs.config(reader_client, self.source), resolved.spec).context
-            )
+        context, recorded = resolved.context, None
+        if self.source != run:  # whose algorithm may repeat more steps, or fewer
+            recorded = base.resolve(runs.config(reader_client, self.source), resolved.spec).context
+            context = max(context, recorded)
+        self.replay = make_experience(
+            config, resolved.config, resolved.spec, recorded=recorded, device=device, ranks=several
+        )
         limits = FragmentLimits(
             num_steps,
             num_envs,

@@ -149,25 +149,28 @@ class EvaluationScheduler:
         self._open.given_up.clear()
         return rows
 
-    def finish(self, evaluates: bool, *, env_steps: int, updates: int) -> None:
+    def finish(self, status: str, *, env_steps: int, updates: int) -> None:
         """Note the last results, once the run has ended.
 
+        The best version is evaluated on this machine on fresh seeds, which become its score: the best of many on the
+        same seeds is partly luck. Before that the latest version is, if it has no result, unless someone waits who has
+        stopped the run.
+
         Args:
-            evaluates: evaluate on this machine the latest version, if it has no result, and the best one on fresh
-                seeds, which become its score: the best of many on the same seeds is partly luck. What takes LAST_S
-                longer than any evaluation before is given up.
+            status: "time": an evaluation is given up if it takes LAST_S longer than any before; "stopped": if it takes
+                LAST_S; how else it ended: nothing is evaluated.
             env_steps, updates: of the learner, noted with the result.
 
         Raises:
             LeaseLostError: another learner took over.
         """
         self._poll()
-        if not evaluates:
+        if status not in ("time", "stopped"):
             return
-        until = time.monotonic() + self._longest_s + LAST_S
+        most_s = LAST_S + (self._longest_s if status == "time" else 0.0)
         latest = weights.index(self._client, self._run).latest
-        if latest >= self._first_version and latest not in self._returns:
-            self._play(self._evaluation(latest, "watch", env_steps, updates), until)
+        if status == "time" and latest >= self._first_version and latest not in self._returns:
+            self._play(self._evaluation(latest, "watch", env_steps, updates), most_s)
         best = weights.index(self._client, self._run).best
         if best not in self._returns or len(self._returns) == 1:
             return
@@ -176,15 +179,15 @@ class EvaluationScheduler:
         again = self._evaluation(best, "final", chosen["env_steps"], chosen["updates"])
         # Before the run was resumed.
         played = [row["returns"] for row in rows if row["first_seed"] == again.first_seed]
-        if returns := played[0] if played else self._play(again, until):
+        if returns := played[0] if played else self._play(again, most_s):
             self._mark_best(best, _Sample().with_(returns))
 
-    def _play(self, evaluation: Evaluation, until: float) -> tuple[float, ...]:
-        """Evaluate here, and store the result; () if it takes longer than `until` or the environment fails."""
+    def _play(self, evaluation: Evaluation, most_s: float) -> tuple[float, ...]:
+        """Evaluate here, and store the result; () if it takes longer or the environment fails."""
+        begun = time.monotonic()
 
         def check_time() -> None:
-            if time.monotonic() >= until:
-                most_s = self._longest_s + LAST_S
+            if time.monotonic() >= begun + most_s:
                 raise TimeoutError(
                     f"it takes longer than {most_s:.0f} s; `ddrl evaluate {self._run}` takes its time"
                 )

@@ -39,7 +39,7 @@ class League:
     def count(self, played: Played) -> None:
         """Count the games of a fragment against versions that are kept, older than the one that played."""
         with self._lock:
-            for game_return, metrics in zip(played.episode_return, played.episode_metrics, strict=True):
+            for game_return, metrics in zip(played.episode_return, played.episode_metrics, strict=False):
                 version = metrics[self._opponent]  # a worker may have written any number
                 standing = self._standings.get(int(version)) if math.isfinite(version) else None
                 if standing is None or version >= played.policy_version:

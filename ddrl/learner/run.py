@@ -602,7 +602,7 @@ class _Attempt:
                 log.info("leaves %s %s for the next learner", self._run, status)
             return None
         shared = learner.shared
-        self._evaluations.finish(status == "time", env_steps=shared.env_steps, updates=shared.updates)
+        self._evaluations.finish(status, env_steps=shared.env_steps, updates=shared.updates)
         artifacts.complete(self._client, self._run, self._token, self._folder)
         if error is not None:
             raise error

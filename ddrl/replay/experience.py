@@ -13,7 +13,6 @@ from ddrl.replay.prioritized import Priorities
 from ddrl.replay.rate_limiter import RateLimiter
 from ddrl.replay.replay import Replay
 from ddrl.replay.sequences import SequenceItems, expected_sequence_rows
-from ddrl.replay.storage import is_image
 from ddrl.replay.transitions import TransitionItems, expected_rows
 from ddrl.types import EnvSpec, SequenceShape
 
@@ -30,6 +29,7 @@ def make_experience(
     options: Any,
     spec: EnvSpec,
     *,
+    recorded: int | None = None,
     device: torch.device | None = None,
     ranks: Ranks | None = None,
 ) -> Replay | Fifo:
@@ -41,6 +41,7 @@ def make_experience(
             too; if `prioritized` is among them and true, the exponents; with sequences, recurrent_state_size,
             priority_mix and rescale_values.
         spec: of the environment.
+        recorded: context steps of fragments that another algorithm has recorded; None: those that this one needs.
         device: the learner's; a GPU holds images where they fit.
         ranks: that learn together; None: one alone.
 
@@ -59,7 +60,8 @@ def make_experience(
         priorities = Priorities(options, (replay.capacity + largest) * (1 + replay.hindsight))
     common = {"gamma": options.gamma, "n_step": options.n_step, "frame_stack": spec.frame_stack}
     hindsight = Hindsight(find_goals(config.env), replay.hindsight) if replay.hindsight else None
-    items: TransitionItems | SequenceItems = TransitionItems(**common, hindsight=hindsight)
+    repeated = None if recorded is None else max(0, recorded - spec.frame_stack + 1)
+    items: TransitionItems | SequenceItems = TransitionItems(**common, repeated=repeated, hindsight=hindsight)
     if sequences is not None:
         items = SequenceItems(
             **common,
@@ -135,7 +137,7 @@ def fits_on(
 
 def _image_bytes(replay: ReplayConfig, spec: EnvSpec, sequences: SequenceShape | None) -> int:
     """Return the bytes of a replay of images that holds them as they are; 0 for other observations."""
-    if not is_image(spec.observation_dtype, spec.observation_shape):
+    if spec.observation_dtype != "uint8":
         return 0
     num_rows = expected_rows(replay.capacity)
     if sequences is not None:

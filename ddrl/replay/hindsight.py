@@ -35,8 +35,8 @@ class Hindsight:
 
         Args:
             items: transitions of one step each, as `TransitionItems.cut` makes them.
-            fragment: T steps of N environments, without context.
-            block: its observations.
+            fragment: C+T steps of N environments.
+            block: the observations of its new steps.
             gamma: discount of one step.
 
         Returns:
@@ -45,13 +45,15 @@ class Hindsight:
         Raises:
             ValueError: compute_reward fails.
         """
-        step = np.arange(len(fragment.reward))[:, None]  # [T, 1]
-        is_last = fragment.ended.copy()
+        step = np.arange(fragment.num_steps)[:, None]  # [T, 1]
+        is_last, terminated, action = (
+            column[fragment.context :] for column in (fragment.ended, fragment.terminated, fragment.action)
+        )
         is_last[-1] = True
         # The last step of the episode that each step is in.
         last = np.minimum.accumulate(np.where(is_last, step, step[-1])[::-1], axis=0)[::-1]
-        last = last - np.take_along_axis(fragment.terminated, last, axis=0)
-        time, lane = (np.tile(index, self.num) for index in np.nonzero(~fragment.terminated))  # [K * M]
+        last = last - np.take_along_axis(terminated, last, axis=0)
+        time, lane = (np.tile(index, self.num) for index in np.nonzero(~terminated))  # [K * M]
         random = np.random.default_rng((fragment.producer, fragment.incarnation, fragment.seq))
         later = random.integers(time, last[time, lane] + 1)
         row, next_row = block.row[time, lane], block.next_row[time, lane]
@@ -60,7 +62,7 @@ class Hindsight:
         more: Columns = {
             "row": row,
             "ahead": (next_row - row).astype(np.int32),
-            "action": fragment.action[time, lane],
+            "action": action[time, lane],
             "n_step_return": self.goals.reward(achieved[next_row], goal),
             "bootstrap_discount": np.full(len(row), gamma, np.float32),
             "goal": goal,

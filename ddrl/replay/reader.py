@@ -205,7 +205,7 @@ def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits
             if not (((mask == 0) | (mask == 1)).all() and all(part.any(axis=-1).all() for part in parts)):
                 raise codec.CodecError("observation: a mask that is none, or allows nothing")
     num_metrics = fragment.extras.get("episode_metrics", np.empty((0, 0))).shape[1]
-    if num_metrics != limits.num_metrics:
+    if num_metrics not in (0, limits.num_metrics):  # an actor of another kind may have none
         raise codec.CodecError(f"episode_metrics: {num_metrics}, the run names {limits.num_metrics}")
     size = (fragment.num_steps, fragment.num_envs, fragment.context)
     most = (limits.num_steps, limits.num_envs, limits.context)

@@ -24,19 +24,28 @@ class TransitionItems:
 
     A transition is an item of the fragment with which its sum is whole: after n_step rewards, or at its episode's end.
     So the last n_step - 1 context steps give transitions too, and the last steps of a fragment give theirs in the next
-    one, of which they are the context. Those of a player that ends are lost.
+    one, of which they are the context. Those of a player that ends are lost. Where fragments repeat fewer steps, as
+    another algorithm's may, those that the next one does not repeat give shorter sums at once.
 
     Args:
         gamma: discount of one agent step, in [0, 1].
         n_step: rewards summed, at least 1; fewer where the episode ends.
+        repeated: context steps of each fragment beside those of the stack; None: n_step - 1.
         frame_stack: K observations that a network sees at once.
         hindsight: gives transitions further goals; None: no. It takes n_step 1 and no stacks.
     """
 
     def __init__(
-        self, *, gamma: float, n_step: int, frame_stack: int = 1, hindsight: Hindsight | None = None
+        self,
+        *,
+        gamma: float,
+        n_step: int,
+        repeated: int | None = None,
+        frame_stack: int = 1,
+        hindsight: Hindsight | None = None,
     ) -> None:
         self._gamma, self._n_step, self._hindsight = gamma, n_step, hindsight
+        self._repeated = n_step - 1 if repeated is None else min(repeated, n_step - 1)
         self.frame_stack = frame_stack
 
     def room(self, capacity: int) -> tuple[int, int, int]:
@@ -59,14 +68,18 @@ class TransitionItems:
         """
         check_rewards(fragment, self._n_step)
         block = observation_block(fragment, self.frame_stack, context=self.frame_stack + self._n_step - 2)
-        first = max(fragment.context - self._n_step + 1, 0)  # step of the first sum that may be whole
+        first = max(fragment.context - self._repeated, 0)  # step of the first sum that may be whole
         num_steps, known = len(fragment.reward) - first, fragment.context - first
         start = block.row[-1 - num_steps : -1]  # [S, N]
         steps = fragment.reward[first:], fragment.terminated[first:], fragment.truncated[first:]
         returns, discount, k = n_step_return(*steps, gamma=self._gamma, n=self._n_step)
-        last = np.arange(num_steps)[:, None] + k - 1  # [S, N] the last step of each sum
+        step = np.arange(num_steps)[:, None]
+        last = step + k - 1  # [S, N] the last step of each sum
         is_whole = (k == self._n_step) | np.take_along_axis(fragment.ended[first:], last, axis=0)
-        is_item = is_whole & (last >= known)  # others were whole before, or will be
+        # Others were whole before, or will be.
+        is_item = is_whole & (last >= known)
+        if self._repeated < self._n_step - 1:
+            is_item |= ~is_whole & (step < num_steps - self._repeated)
         bootstrap = np.take_along_axis(block.next_row[-num_steps:], last, axis=0)
         td_error = None
         if (values := reported_values(fragment)) is not None:

@@ -14,7 +14,6 @@ from ddrl.config import FORMER_OPTIONS, OPPONENT, ConfigError, RunConfig, Sectio
 from ddrl.envs import requirements
 from ddrl.envs.goals import find_goals
 from ddrl.replay.experience import is_compressed, longest_fragment_steps, rate_limiter
-from ddrl.replay.storage import is_image
 from ddrl.store import connection, runs
 from ddrl.store.connection import Redis
 from ddrl.types import EnvSpec
@@ -171,7 +170,7 @@ def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
             f"rollout.max_fragment_steps: {fragment_steps} steps of {num_envs} environments{strides} exceed "
             f"replay.capacity {replay.capacity}; {remedy}"
         )
-    are_images = is_image(spec.observation_dtype, spec.observation_shape)
+    are_images = spec.observation_dtype == "uint8"
     if replay.observations == "compressed" and not are_images:
         raise ValueError(
             f"replay.observations: compressed is for images, but {spec.env_id} has observations "

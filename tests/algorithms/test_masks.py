@@ -148,6 +148,21 @@ def test_soft_values_are_those_of_the_allowed_actions(form: str) -> None:
             torch.testing.assert_close(value[row], expected)
 
 
+@pytest.mark.parametrize("target", [None, 0.3])
+def test_the_entropy_aimed_at_is_a_share_of_that_of_the_allowed_actions(target: float | None) -> None:
+    """Half of log 4 is more than that of any policy, where one or two of four are allowed."""
+    made = resolved(name="discrete_sac", target_entropy=target, critic_warmup_updates=0, learning_rate=1e-3)
+    learner: Any = made.learner(device=CPU, seed=3)
+    observation = torch.from_numpy(seen([0, 1, 0, 0], [1, 0, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0]))
+    share = 0.5 if target is None else target / np.log(4)
+    assert float(learner._entropy_goal(observation)) == pytest.approx(share * np.log(2) / 2, rel=1e-5)
+    ones = torch.ones(4)
+    batch = Batch(observation, torch.tensor([1, 0, 1, 0]), ones, 0 * ones, observation)
+    for _ in range(20):  # at first the policy is nearly uniform, so that it has more entropy than that
+        temperature = float(learner.update(batch)["temperature"])
+    assert temperature < learner.config.initial_temperature
+
+
 @pytest.mark.parametrize("normalized", [False, True])
 def test_on_policy_probabilities_are_those_of_the_allowed_actions(normalized: bool) -> None:
     """Policy and learner agree, also where observations, but not their masks, are normalized."""

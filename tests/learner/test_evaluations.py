@@ -67,11 +67,21 @@ def match(server: Any) -> Match:
 
 
 @pytest.mark.parametrize(
-    ("max_steps", "longest_s", "is_stored"), [(3, 0, True), (10**9, 0, False), (10_000, 600, True)]
+    ("status", "max_steps", "longest_s", "num_stored"),
+    [
+        *[("time", 3, 0, 2), ("time", 10**9, 0, 0), ("time", 10_000, 600, 2)],
+        *[("stopped", 3, 0, 1), ("stopped", 10**9, 600, 0), ("failed", 3, 0, 0)],
+    ],
 )
 def test_the_evaluation_at_the_end_takes_little_longer_than_any_before(
-    match: Match, max_steps: int, longest_s: float, is_stored: bool, monkeypatch: pytest.MonkeyPatch
+    match: Match,
+    status: str,
+    max_steps: int,
+    longest_s: float,
+    num_stored: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The latest version and the best one again; where someone waits who has stopped the run, only this."""
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
     monkeypatch.setattr(of_learner, "LAST_S", 0.3)
     monkeypatch.setattr(match.scheduler, "_longest_s", longest_s)
@@ -81,17 +91,16 @@ def test_the_evaluation_at_the_end_takes_little_longer_than_any_before(
     loaded = LoadedPolicy(still, config, describe(env), match.run, 4)
     monkeypatch.setattr(of_learner.policy, "from_run", lambda *_: loaded)
     weights.publish(match.client, match.run, match.token, version=6, blob=b"w", allowance=0, updates=0)
-    match.scheduler.finish(True, env_steps=1, updates=1)
+    if status == "stopped":  # the best of several
+        match.play([(4, -100.0)])
+    match.scheduler.finish(status, env_steps=1, updates=1)
     lengths = [row["lengths"][0] for row in evaluations.results(match.client, match.run)[0]]
-    assert lengths == [
-        1,
-        *([max_steps] * 2 if is_stored else []),
-    ]  # the latest version, and the best one again
+    assert lengths == [1] * (1 + (status == "stopped")) + [max_steps] * num_stored
 
 
 def test_a_policy_that_cannot_be_loaded_keeps_no_run_from_its_end(match: Match) -> None:
     weights.publish(match.client, match.run, match.token, version=6, blob=b"w", allowance=0, updates=0)
-    match.scheduler.finish(True, env_steps=1, updates=1)
+    match.scheduler.finish("time", env_steps=1, updates=1)
     assert 6 not in [row["version"] for row in evaluations.results(match.client, match.run)[0]]
 
 
@@ -108,9 +117,10 @@ def test_the_best_of_many_is_scored_on_fresh_seeds_when_the_run_ends(
     monkeypatch.setattr(of_learner.policy, "from_run", lambda client, run, version: version)
     monkeypatch.setattr(of_learner, "score", score)
     for _ in range(2):  # the run is resumed in between, without a better version
-        match.scheduler.finish(True, env_steps=900, updates=90)
+        match.scheduler.finish("time", env_steps=900, updates=90)
         best = runs.state(match.client, match.run).evaluation
         assert best == {"version": 2, "return_mean": -1.5, "return_std": 0.0, "episodes": 20}
+    match.scheduler.finish("stopped", env_steps=900, updates=90)  # likewise
     assert played == [(2, range(1_000_120, 1_000_140))]
     [final] = [one for one in evaluations.results(match.client, match.run)[0] if one["purpose"] == "final"]
     assert (final["env_steps"], final["updates"]) == (100, 10)  # those of the version

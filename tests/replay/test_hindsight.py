@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,23 @@ def walked(fragment: Fragment) -> list[tuple[np.ndarray, np.ndarray, int, set[fl
                 seen = fragment.observation[step, lane], after(step, lane)
                 steps.append((*seen, int(fragment.action[step, lane]), reached))
     return steps
+
+
+def test_context_of_another_algorithm_changes_nothing() -> None:
+    player = Player(num_envs=2)
+    player.fragment(10)
+    fragment = player.fragment(8, context=2)
+    assert fragment.context == 2
+    new = {
+        name: getattr(fragment, name)[2:]
+        for name in ("observation", "action", "reward", "terminated", "truncated")
+    }
+    is_new = fragment.final_index[:, 0] >= 2
+    finals = {"final_index": fragment.final_index[is_new] - (2, 0)}
+    finals["final_observation"] = fragment.final_observation[is_new]
+    expected, found = of_one(replace(fragment, context=0, **new, **finals)), of_one(fragment)
+    for name in ("observation", "action", "n_step_return", "bootstrap_discount", "next_observation"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
 
 
 @pytest.mark.parametrize("end_probability", [0.0, 0.3, 1.0])

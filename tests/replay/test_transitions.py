@@ -22,9 +22,10 @@ SPACES = [((4,), "float32"), ((5, 3), "uint8"), ((2, 3, 2), "uint8"), ((6,), "ui
 
 
 def make(
-    *, capacity: int, compressed: bool = False, gamma: float = GAMMA, n: int = N_STEP, frame_stack: int = 1
-) -> Replay:
-    items = TransitionItems(gamma=gamma, n_step=n, frame_stack=frame_stack)
+    *, capacity: int, compressed: bool = False, gamma: float = GAMMA, n: int = N_STEP, frame_stack: int = 1,
+    repeated: int | None = None,
+) -> Replay:  # fmt: skip
+    items = TransitionItems(gamma=gamma, n_step=n, frame_stack=frame_stack, repeated=repeated)
     return make_replay(items, capacity=capacity, compressed=compressed)
 
 
@@ -51,28 +52,32 @@ def plain(num_steps: int = 3, num_envs: int = 2) -> Fragment:
     compressed=st.booleans(),
     values=st.booleans(),
     n=st.integers(1, 12),
+    repeated=st.none() | st.integers(0, 12),
     gamma=st.sampled_from([0.5, 1.0]),
 )
 def test_equals_a_list_of_transitions_after_each_admission(
     data: st.DataObject, space: tuple[tuple[int, ...], str], frame_stack: int, end_probability: float,
-    compressed: bool, values: bool, n: int, gamma: float,
+    compressed: bool, values: bool, n: int, repeated: int | None, gamma: float,
 ) -> None:  # fmt: skip
     """Over the wire, from several players, with context from none to more than needed, growth and eviction."""
     capacity = data.draw(st.integers(39, 100), label="capacity")  # 13 steps of three environments
     players = [
         Player(
             data.draw(st.integers(0, 2**32)), player=number, num_envs=number + 1, observation=space[0], dtype=space[1],
-            frame_stack=frame_stack, end_probability=end_probability, values=values, continuous=frame_stack == 2, n=n,
+            frame_stack=frame_stack, end_probability=end_probability, values=values, continuous=frame_stack == 2,
+            n=n if repeated is None else repeated + 1,
         )
         for number in range(3)
     ]  # fmt: skip
-    replay = make(capacity=capacity, compressed=compressed, gamma=gamma, n=n, frame_stack=frame_stack)
+    replay = make(
+        capacity=capacity, compressed=compressed, gamma=gamma, n=n, frame_stack=frame_stack, repeated=repeated
+    )
     checked = CheckedReplay(replay)
     turns = st.tuples(st.sampled_from(players), st.integers(1, 12), st.integers(0, 3))
     for player, num_steps, more in data.draw(st.lists(turns, min_size=1, max_size=20)):
         most = capacity // len(player.lanes) - n + 1
         fragment = player.fragment(min(num_steps, most), player.context + more)
-        items = player.transitions(gamma=gamma, n=n)
+        items = player.transitions(gamma=gamma, n=n, repeated=repeated)
         td_error = checked.admit(codec.decode(codec.encode(fragment)), items)
         assert (td_error is None) == (not values)
         if values:
@@ -123,6 +128,17 @@ def test_sums_go_on_from_fragment_to_fragment_however_short(steps: int) -> None:
     assert (gather_all(replay).bootstrap_discount == GAMMA**5).all()
     assert replay.figures(num_steps=84, num_updates=0)["n_step_mean"] == 5
     assert "n_step_mean" not in replay.figures(num_steps=84, num_updates=0)
+
+
+@pytest.mark.parametrize("repeated", [0, 2])
+def test_where_fragments_repeat_too_little_each_step_is_learned_from_once(repeated: int) -> None:
+    """As of another algorithm, or of fewer steps than a sum has, 5: fragments of one step too."""
+    player = Player(end_probability=0.0, n=repeated + 1)
+    replay = make(capacity=1000, n=5, repeated=repeated)
+    for steps in (7, 1, 2, 10, 1, 1, 8):
+        admit(replay, player.fragment(steps))
+    batch = gather_all(replay)
+    assert len(batch.observation) == len(np.unique(batch.observation[:, 0])) == (30 - repeated) * 2
 
 
 @pytest.mark.parametrize("reward", [3e38, -3e38])

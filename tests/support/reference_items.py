@@ -165,15 +165,20 @@ class Player:
         lane.frame.append(self._frame(index, step + 1))
         lane.begin.append(step + 1 if ends else lane.begin[-1])
 
-    def transitions(self, *, gamma: float, n: int) -> list[Transition]:
-        """Those whose sums the newest fragment completes, in order of time, then lane."""
+    def transitions(self, *, gamma: float, n: int, repeated: int | None = None) -> list[Transition]:
+        """Those whose sums the newest fragment completes, in order of time, then lane.
+
+        Where fragments repeat fewer than n - 1 steps, also those that the next one does not begin with.
+        """
         result = []
-        for start in range(max(0, self._played - n + 1), len(self.lanes[0])):
+        repeated = n - 1 if repeated is None else min(repeated, n - 1)
+        for start in range(max(0, self._played - repeated), len(self.lanes[0])):
             for lane in self.lanes:
                 return_, discount, used = lane.n_step(start, len(lane), gamma=gamma, n=n)
                 begin, row = lane.begin[start], start + used
                 is_whole = used == n or lane.terminated[row - 1] or lane.truncated[row - 1]
-                if not is_whole or row <= self._played:
+                is_last = repeated < n - 1 and start < len(lane) - repeated
+                if row <= self._played if is_whole else not is_last:
                     continue
                 after = None if lane.terminated[row - 1] else lane.stack(begin, row, self.frame_stack)
                 td_error = abs(return_ + discount * lane.seen_value(row) - lane.values[start][0])

@@ -42,7 +42,8 @@ class Config(QNetworkConfig, Prioritized):
     temperature: Literal["auto"] | float = option(SAC, "temperature", "auto")
     target_entropy: float | None = Field(None, ge=0, json_schema_extra=LIVE)
     """Entropy that temperature=auto aims at, in nats. Larger is more random. null: half of that of uniform actions. The
-    paper's 0.98 of it is unstable on many tasks. Usual: 0.2 to 0.98 times the log of the number of actions."""
+    paper's 0.98 of it is unstable on many tasks. With env.action_mask it shrinks with the log of the number of allowed
+    actions. Usual: 0.2 to 0.98 times the log of the number of actions."""
     initial_temperature: float = option(SAC, "initial_temperature", 1.0)
     num_critics: PositiveInt = 2
     """Critics that are learned. More underestimates more (not with average_critics) and costs time. Usual: 2."""

@@ -6,6 +6,7 @@ no action is drawn in an update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -202,9 +203,16 @@ class DiscreteSAC:
         negative_entropy = (log_policy.exp() * log_policy).sum(dim=1)  # [B]
         if self.config.temperature == "auto":
             learned, optimizer = self._log_temperature, self._optimizers["temperature"]
-            goal = self._target_entropy
+            goal = self._entropy_goal(observation)
             adapt_temperature(learned, optimizer, negative_entropy, target_entropy=goal, ranks=self._ranks)
         return {"policy_loss": loss.detach(), "entropy": -negative_entropy.mean()}
+
+    def _entropy_goal(self, observation: Tensor) -> float | Tensor:
+        """Return the entropy that the policy should have on average; of few allowed actions, as large a share."""
+        if not (num := self._spec.num_masked):
+            return self._target_entropy
+        allowed = observation[:, -num:].sum(dim=1)  # [B]
+        return self._target_entropy / math.log(max(num, 2)) * allowed.log().mean()
 
     def _combined(self, q: Tensor, observation: Tensor) -> Tensor:
         """[E, B, A] -> [B, A]: the least critic, or their mean, of the allowed actions."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import NetworkConfig, option
+from ddrl.algorithms.options import option
 from ddrl.algorithms.ppo.config import Config as PPO
 from ddrl.algorithms.value_learning.options import GreedyConfig
 from ddrl.config import LIVE
@@ -26,7 +26,7 @@ class Config(GreedyConfig):
     norm: Literal["none", "group", "layer"] = "layer"
     """Normalization: `layer` in every layer before the head, `group` after each convolution of nature, impala and
     data_efficient. Without target network, learning diverges more easily without it. Usual: layer."""
-    batch_size: PositiveInt = option(NetworkConfig, "batch_size", 2_048)
+    batch_size: PositiveInt = option(PPO, "batch_size", 2_048)
     lambda_: float = Field(0.9, ge=0, le=1, alias="lambda", json_schema_extra=LIVE)
     """Decay of the traces. 0: one-step targets; 1: rewards up to the cut. More carries rewards back faster, but also
     what random actions cost. Usual: 0.65 for images to 0.95."""

@@ -99,7 +99,7 @@ def policy_loss(q: Tensor, log_prob: Tensor, temperature: Tensor) -> Tensor:
     return (temperature.detach() * log_prob - q.amin(dim=0)).mean()
 
 
-def temperature_loss(log_temperature: Tensor, log_prob: Tensor, *, target_entropy: float) -> Tensor:
+def temperature_loss(log_temperature: Tensor, log_prob: Tensor, *, target_entropy: float | Tensor) -> Tensor:
     """Dual of the entropy constraint: E[-alpha * (log pi + H)], as a function of log alpha.
 
     Source: arXiv:1812.05905, equation 18.
@@ -126,7 +126,7 @@ def adapt_temperature(
     optimizer: torch.optim.Optimizer,
     log_prob: Tensor,
     *,
-    target_entropy: float,
+    target_entropy: float | Tensor,
     ranks: Ranks,
 ) -> None:
     """Take one optimizer step on `temperature_loss` over all ranks' rows, which is its own gradient."""
