@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -88,18 +89,30 @@ def cpu_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def restore(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], **others: torch.Size) -> None:
-    """Copy a state into the tensors of the same names.
+def restore(
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    generators: Mapping[str, torch.Generator] = MappingProxyType({}),
+    /,
+    **others: torch.Size,
+) -> None:
+    """Copy a state into the tensors and generators of the same names.
 
     Args:
         tensors: to be overwritten.
-        state: `cpu_copies` of such tensors, and `others`.
+        state: `cpu_copies` of such tensors, the generators' states, and `others`.
+        generators: one on another kind of device than that of the state goes on as it is.
         others: shapes of further entries of `state`, which the caller restores.
 
     Raises:
         ValueError: an entry is missing, unknown or of another shape; nothing has changed then.
     """
-    check_shapes(state, {name: tensor.shape for name, tensor in tensors.items()} | others, source="state")
+    own = {name: generator.get_state() for name, generator in generators.items()}
+    shapes = {name: state.get(name, value).shape for name, value in own.items()} | others
+    check_shapes(state, {name: tensor.shape for name, tensor in tensors.items()} | shapes, source="state")
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(state[name])
+    for name, generator in generators.items():
+        if state[name].shape == own[name].shape:
+            generator.set_state(state[name].cpu())

@@ -117,11 +117,10 @@ class Core:
 
         One that a rule of quarantine leaves out counts as admitted.
         """
-        if entry.left_out:
-            return True
-        if entry.packed is not None:
-            return self.replay.admit(entry.packed, entry.entry_id, version=version)
-        return entry.played is None or self.replay.note(entry.played, entry.entry_id, version=version)
+        content: Any = entry.packed or entry.played
+        return (
+            entry.left_out or content is None or self.replay.admit(content, entry.entry_id, version=version)
+        )
 
     def learn(self, batch: Any) -> dict[str, torch.Tensor]:
         """Update the algorithm and the priorities of what was drawn; return metrics.

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
-import numpy as np
 import torch
 
 from ddrl.algorithms import base
@@ -43,6 +42,7 @@ class Leading:
 
     Attributes:
         leaving: a follower asks for the end of the group.
+        states: the replay's part of a checkpoint, of other ranks as last collected; before that, the one loaded.
     """
 
     def __init__(self, core: Core, timeout_s: float) -> None:
@@ -52,7 +52,7 @@ class Leading:
         self.leaving = False
         self._admitted: list[str] = []
         self._oldest: list[bytes] = []
-        self._states: list[dict[str, torch.Tensor]] = []
+        self.states: list[Tensors] = []
 
     def report(self, entry: Decoded) -> dict[str, Any] | None:
         """Return the fields of an entry that another rank has decoded; None: it has not yet.
@@ -99,13 +99,12 @@ class Leading:
         self._oldest = [report["oldest"].encode() for report in reports if report["oldest"]]
         if orders.get("saves"):
             parts = self._ranks.exchange(b"")[1:]
-            self._states = [dict(decode_tensors(part)) if part else {} for part in parts]
+            self.states = [dict(decode_tensors(part)) if part else {} for part in parts]
 
     def replay_state(self) -> dict[str, torch.Tensor]:
-        """Return the replay's part of a checkpoint, the other ranks' as they were last collected."""
-        own = self._core.replay_state()
-        states = [state for state in (own, *self._states) if state]
-        return merged(states) if len(states) > 1 else own
+        """Return the replay's part of a checkpoint."""
+        states = [state for state in (*self.states, self._core.replay_state()) if state]
+        return merged(states) if states else {}
 
     def oldest(self, own: bytes | None) -> bytes | None:
         """Return the oldest entry that any rank holds."""
@@ -148,7 +147,9 @@ def follow(core: Core, reader: Reader, leaves: threading.Event) -> None:
         if order.get("drops"):
             core.replay.drop_waiting()
         if "chosen" in order:
-            core.learn(core.replay.draw_chosen(order["chosen"], core.algorithm.num_updates))
+            core.learn(core.replay.draw_chosen(order["chosen"]))
+        else:
+            core.replay.pause()
         if order.get("saves"):
             state = core.replay_state()
             core.ranks.exchange(weights.encode_weights(state) if state else b"")
@@ -173,19 +174,9 @@ def _read(reason: str, head: str, played: Sequence[Any] | None, left_out: bool) 
 
 
 def merged(states: Sequence[Tensors]) -> dict[str, torch.Tensor]:
-    """Return the state of one replay that holds what several hold: see `Replay.state`."""
-    columns = {name: [state[REPLAY + name] for state in states] for name in ("entry", "items", "priority")}
-    entry, items = torch.cat(columns["entry"]).numpy().view(np.uint64), torch.cat(columns["items"]).numpy()
-    priority = torch.cat(columns["priority"]).numpy()
-    order = np.lexsort((entry[:, 1], entry[:, 0]))
-    starts = np.cumsum(items) - items
-    index = [np.arange(starts[i], starts[i] + items[i]) for i in order]
-    largest = max(float(state[REPLAY + "largest"]) for state in states)
-    found = {
-        "entry": torch.from_numpy(entry[order].view(np.int64)),
-        "items": torch.from_numpy(items[order]),
-        "priority": torch.from_numpy(priority[np.concatenate(index)] if index else priority),
-        "largest": torch.tensor(largest, dtype=torch.float64),
-        "next": states[0][REPLAY + "next"],
-    }
-    return {REPLAY + name: value for name, value in found.items()}
+    """Return the state of one replay that holds what several hold, the last one's entries last: see `Replay.state`."""
+    found = dict(states[-1])
+    for name in ("entry", "items", "priority"):
+        found[REPLAY + name] = torch.cat([state[REPLAY + name] for state in states])
+    found[REPLAY + "largest"] = torch.stack([state[REPLAY + "largest"] for state in states]).amax()
+    return found

@@ -38,7 +38,7 @@ from ddrl.policy import LoadedPolicy
 from ddrl.replay.experience import warmup_steps
 from ddrl.replay.reader import Reader, decode_range, largest_value
 from ddrl.store import runs, stream, weights
-from ddrl.store.checkpoints import Counters
+from ddrl.store.checkpoints import REPLAY, Counters
 from ddrl.store.connection import Redis
 
 log = logging.getLogger(__name__)
@@ -155,6 +155,8 @@ class Learner:
     def _load(self, state: Tensors, counters: Counters, version: int) -> None:
         """Load a checkpoint; admit the fragments that its replay held as if `version` were published."""
         shared = self.shared
+        if self._ranks.size > 1:
+            self.leading.states = [{name: state[name] for name in state if name.startswith(REPLAY)}]
         for entry in self.core.load(state, counters, version):
             shared.add_entry(entry)
             self._left_out += [entry.entry_id] if entry.left_out and not self._on_policy else []

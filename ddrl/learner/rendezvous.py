@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-import math
 import os
 import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -39,13 +40,18 @@ GATHER_S = 10.0  # for the first group of a run, until its learners are there
 AGAIN_S = 1.5  # for a later one: some beats, which a lost learner does not send
 STORE_S = 10.0  # to reach the leader
 READY_S = 600.0  # to restore a replay
-AWAY_S = 60.0  # that a learner is away which does not reach the leader; the next time twice as long
-MOST_AWAY_S = 3600.0
+AWAY_S = 300.0  # that a learner is away which does not reach the others
+MOST_MISSED = 3  # groups in a row that did not find each other, of which it may be the reason
 POLL_S = 0.05
 SHOW_S = 5.0  # between two events for Flower
+_LOOPBACK = ("127.", "::1")
 
 
-class Peer:
+class AwayError(StoreError):
+    """This learner does not reach the others of a run; it tries again after AWAY_S."""
+
+
+class Peer(contextlib.AbstractContextManager["Peer"]):
     """This learner among those of a run that wants several; a context.
 
     Once it has been asked to lead or to follow, it announces itself to the others, from a thread of its own.
@@ -59,7 +65,6 @@ class Peer:
         versions: here, of what must be the same for all learners.
         member: as announced; None: the run wants one learner.
         core: that learns now, or None; its progress is announced. If a follower's makes none, the process ends.
-        is_lost: the group before lost a learner.
     """
 
     def __init__(self, client: Redis, run: str) -> None:
@@ -67,21 +72,16 @@ class Peer:
         self.versions = {"ddrl": machine_versions().get("ddrl", "-"), "torch": torch.__version__}
         self.member: Member | None = None
         self.core: Core | None = None
-        self.is_lost = False
-        self._seen: set[str] = set()  # numbers of groups that it has followed
+        self._seen = ""  # number of the group that it followed last
+        self._num_missed = 0  # groups in a row
         self._group: Group | None = None  # that it leads, and when it was formed, by the server's clock
         self._formed_s = 0.0
         self._store: Any = None  # where the group meets; None: the leader is alone
-        self._stall_s = math.inf
         self._before = time.monotonic(), 0, 0.0
         self._num_calls, self._moved_at = 0, 0.0
         self._show_at = self._away_until = 0.0
-        self._away_s = AWAY_S
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> Peer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
@@ -143,7 +143,8 @@ class Peer:
         since, num_before, waited_before = self._before
         num, waited = core.algorithm.num_updates, core.ranks.waited_s
         seconds, self._before = max(now - since, 1e-3), (now, num, waited)
-        rate, waiting = max(num - num_before, 0) / seconds, max(waited - waited_before, 0.0) / seconds
+        rate = max(num - num_before, 0) / seconds if num_before else 0.0  # a restored one began with many
+        waiting = max(waited - waited_before, 0.0) / seconds
         # The leader is watched by its service thread.
         if core.ranks.num_calls != self._num_calls or core.ranks.rank == 0:
             self._num_calls, self._moved_at = core.ranks.num_calls, now
@@ -163,21 +164,20 @@ class Peer:
             token: of the leader's lease.
             config: the run's.
             stop: ends the waiting.
-
         """
-        self._group = self._store = self.core = None  # the replay before makes room
+        self._group = self._store = self.core = None
+        gc.collect()  # the replay before makes room, to which its threads and errors refer in circles
         self._away_until = 0.0
         if (member := self._begin(config)) is None:
             return ALONE
         client, run, wanted = self._client, self._run, config.learner.num_learners
         group = Group(token=token, number=secrets.token_hex(8), wanted=wanted, members=[self.id])
         since_s = learners.form(client, run, group)
-        is_lost, self.is_lost = self.is_lost, False  # after a loss those count that were seen since
         pointer = checkpoints.newest_pointer(client, run)
         is_first = pointer is None or not pointer["meta"]["updates"]
         deadline = time.monotonic() + (GATHER_S if is_first else AGAIN_S)
         while True:
-            found = learners.alive(client, run, since_s=since_s if is_lost else 0.0)
+            found = learners.alive(client, run, since_s=since_s)  # a lost one is not seen again
             found.pop(self.id, None)
             others = [name for name, one in sorted(found.items()) if one.versions == member.versions]
             if len(others) >= wanted - 1 or time.monotonic() >= deadline or stop.is_set():
@@ -189,22 +189,18 @@ class Peer:
         others = others[: wanted - 1]
         if len(others) < wanted - 1:
             log.info("%d of %d learners are here; others join later", 1 + len(others), wanted)
-        listening = _listen(config.learner.address, member.address) if others else None
+        listening = None
+        if others:
+            own = _offered(member.address, [found[name].address for name in others])
+            listening = _listen(config.learner.address, own)
         if listening is not None:
             address, listener = listening
-            group = replace(
-                group, members=[self.id, *others], address=address, port=listener.getsockname()[1]
-            )
-            self._store = TCPStore(
-                address,
-                group.port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-                timeout=timedelta(seconds=READY_S),
-            )
-        self._group, self._formed_s = group, learners.form(client, run, group)
-        return ALONE if listening is None else Ranks(0, len(group.members))
+            port = listener.getsockname()[1]
+            group = replace(group, members=[self.id, *others], address=address, port=port)
+            self._store = TCPStore(address, port, is_master=True, master_listen_fd=listener.detach())
+        self._formed_s = learners.form(client, run, group)
+        self._group = None if others and listening is None else group  # it would want them for ever
+        return Ranks(0, len(group.members)) if self._store else ALONE
 
     def complete(self, core: Core, config: RunConfig, stop: threading.Event) -> None:
         """Wait until all followers have restored the run, and join them.
@@ -245,7 +241,10 @@ class Peer:
 
         Raises:
             StoreError: its leader has other versions.
+            AwayError: it does not reach the others.
         """
+        if time.monotonic() < self._away_until:
+            raise AwayError(f"run {self._run}: its learners are not reached; see its journal")
         if (group := learners.formed(self._client, self._run)) is None:
             return False
         leader = learners.alive(self._client, self._run).get(group.members[0])
@@ -264,22 +263,24 @@ class Peer:
         """
         client, run, self.core = self._client, self._run, None
         member, group = self._begin(runs.config(client, run)), learners.formed(client, run)
-        if not member or not group or group.number in self._seen or self.id not in group.members:
+        if not member or not group or group.number == self._seen or self.id not in group.members:
             return
-        self._seen.add(group.number)
         ranks = Ranks(group.members.index(self.id), len(group.members))
         log.info("learns %s as rank %d of %d", run, ranks.rank, ranks.size)
         try:
             self._follow(member, group, ranks, stop)
             log.info("the group of %s has ended", run)
         except (RankLostError, StoreError) as error:
-            self.is_lost = True
             log.warning("%s: %s", run, error)
-        except connection.OUTAGES:
-            self._seen.discard(group.number)  # the leader may still wait
-            raise
         finally:
             self.core = None
+            gc.collect()
+        self._seen = group.number  # not after an outage of the server: the leader may still wait
+
+    def _stay_away(self, text: str) -> None:
+        """Say why this learner is not in a group, and be away, or the leader would take it in again."""
+        runs.note(self._client, self._run, "learner left out", text)
+        self._away_until, self._num_missed = time.monotonic() + AWAY_S, 0
 
     def _follow(self, member: Member, group: Group, ranks: Ranks, stop: threading.Event) -> None:
         client, run = self._client, self._run
@@ -289,11 +290,8 @@ class Peer:
         except RuntimeError:  # as of torch.distributed
             where = f"{group.address}:{group.port}"
             text = f"the leader's {where} cannot be reached from {member.address} on {member.host} in {STORE_S:g} s"
-            runs.note(client, run, "learner left out", text)
-            self._away_until = time.monotonic() + self._away_s  # or the leader would take it in again
-            self._away_s = min(2 * self._away_s, MOST_AWAY_S)
+            self._stay_away(text)
             raise RankLostError(text) from None
-        self._away_s = AWAY_S
         device = set_up(config.learner)
         with contextlib.ExitStack() as stack:
             reader_client = stack.enter_context(contextlib.closing(connection.connect_blocking()))
@@ -312,8 +310,14 @@ class Peer:
             except RuntimeError as error:  # also of torch.distributed
                 raise RankLostError(f"the leader does not begin ({error})") from None
             address, timeout_s = _on_the_way(group.address, group.port), config.learner.rank_timeout_s
-            ranks.join(store, address=address, timeout_s=timeout_s, device=device)
-            self.core = core
+            try:
+                ranks.join(store, address=address, timeout_s=timeout_s, device=device)
+            except RankLostError as error:
+                self._num_missed += 1
+                if self._num_missed >= MOST_MISSED:
+                    self._stay_away(f"{error}; any port must be open between {member.host} and the others")
+                raise
+            self.core, self._num_missed = core, 0
             follow(core, reader, stop)
 
 
@@ -331,6 +335,12 @@ def _restore(client: Redis, run: str, core: Core) -> bytes:
     if earlier is not None:
         core.algorithm.load_initial_weights(decode_tensors(earlier))
     return counters.cursor.encode()
+
+
+def _offered(own: str, others: Sequence[str]) -> str:
+    """Return this machine's address for learners at other addresses; the loopback is for its own only."""
+    far = [address for address in others if not address.startswith(_LOOPBACK)]
+    return _on_the_way(far[0], 1) if far and own.startswith(_LOOPBACK) else own
 
 
 def _listen(address: str | None, host: str) -> tuple[str, socket.socket] | None:

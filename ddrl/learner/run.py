@@ -30,7 +30,7 @@ from ddrl.learner.core import Core
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.evaluations import EvaluationScheduler
 from ddrl.learner.loop import Learner, NotFiniteError
-from ddrl.learner.rendezvous import Peer
+from ddrl.learner.rendezvous import AWAY_S, AwayError, Peer
 from ddrl.networks.device import set_up
 from ddrl.networks.ranks import RankLostError, StateLostError
 from ddrl.runs import artifacts, monitoring
@@ -113,6 +113,9 @@ def serve(client: Redis, folder: Path, stop: Event, *, retention: Retention | No
                     learn(client, run, folder, stop, waits=not is_free, joins=not is_free)
                 except LeaseLostError as error:
                     log.error("%s", error)
+                except AwayError as error:
+                    log.warning("%s", error)
+                    skipped_until[run, ""] = time.monotonic() + AWAY_S
                 except Exception as error:  # the other runs still need a learner
                     if str(error) != reported.get(run):  # once, not in each round
                         reported[run] = str(error)
@@ -368,7 +371,6 @@ class _Attempt:
         except (LeaseLostError, *LOST, *connection.OUTAGES):
             raise
         except RankLostError as error:
-            self._peer.is_lost = True
             raise _RegroupError(str(error)) from None
         except (ConfigError, StoreError, ValueError) as error:
             self._set_status("failed", str(error))
@@ -581,11 +583,14 @@ class _Attempt:
         if isinstance(error, NotFiniteError):
             error = self._go_back(error)
         if isinstance(error, RankLostError):
-            self._regroup, self._peer.is_lost = str(error), True
+            self._regroup = str(error)
             if is_lockstep or isinstance(error, StateLostError):
                 log.warning("%s: goes back to the newest checkpoint", self._run)
                 raise _RegroupError(self._regroup)
-            error = None
+            learner.shared.updates, error = (
+                learner.algorithm.num_updates,
+                None,
+            )  # of what is saved and published
         if error is not None:
             self._set_status("failed", f"{type(error).__name__}: {error}")
         elif reached := self._reached():

@@ -143,10 +143,6 @@ class Fifo:
         self._add_steps(fragment.num_transitions)
         return True
 
-    def note(self, played: Played, entry_id: bytes, *, version: int) -> bool:
-        """Queue what is known of a fragment that another rank holds; see `admit`."""
-        return self.admit(played, entry_id, version=version)
-
     def drop_waiting(self) -> None:
         """Drop all that waits, as too stale: there is no room in the stream for what it waits for."""
         self.num_dropped += len(self._queue)
@@ -183,20 +179,15 @@ class Fifo:
         self._content = _Content(len(self) - num_taken, num_taken, version)
         return self._trajectories(own)
 
-    def draw_chosen(self, chosen: Mapping[str, Any], num_updates: int) -> Trajectories:
-        """Return this rank's part of what the leader has drawn; older fragments are dropped.
+    def pause(self) -> None:
+        """Do nothing: nothing is known of updates here."""
 
-        Args:
-            chosen: the leader's.
-            num_updates: not needed here.
-        """
-        own: list[Fragment] = []
+    def draw_chosen(self, chosen: Mapping[str, Any]) -> Trajectories:
+        """Return this rank's part of what the leader has drawn, as its `chosen` says; older fragments are dropped."""
         self.chosen, taken = chosen, {entry_id.encode() for entry_id in chosen["taken"]}
+        own = [one for entry_id, one in self._queue if entry_id in taken and isinstance(one, Fragment)]
         last = order(chosen["last"].encode())
-        while self._queue and order(self._queue[0][0]) <= last:
-            entry_id, fragment = self._queue.popleft()
-            if entry_id in taken and isinstance(fragment, Fragment):
-                own.append(fragment)
+        self._queue = deque(queued for queued in self._queue if order(queued[0]) > last)
         self._add_steps(sum(one.num_transitions for _, one in self._queue) - len(self))
         return self._trajectories(own)
 

@@ -220,14 +220,17 @@ class Replay:
         """Return True: the oldest items make room."""
         return True
 
-    def admit(self, packed: Packed, entry_id: bytes, *, version: int) -> bool:
+    def admit(self, packed: Packed | Played, entry_id: bytes, *, version: int) -> bool:
         """Append a fragment's items, evicting the oldest fragments whole to make room; return True.
 
         Args:
-            packed: the fragment; copied.
+            packed: the fragment, which is copied, or what is known of one that another rank holds.
             entry_id: its id in the stream.
             version: latest published.
         """
+        if isinstance(packed, Played):
+            self._seen.add(packed.producer)
+            return True
         fragment, cut = packed.fragment, packed.cut
         if not len(cut):  # where there is an item to draw, there stays one
             return True
@@ -262,11 +265,6 @@ class Replay:
         self._seen.add(fragment.producer)
         return True
 
-    def note(self, played: Played, entry_id: bytes, *, version: int) -> bool:
-        """Note a fragment that another rank holds; see `admit`."""
-        self._seen.add(played.producer)
-        return True
-
     def drop_waiting(self) -> None:
         """Do nothing: no fragment waits for others."""
 
@@ -292,11 +290,9 @@ class Replay:
             version: latest published; not needed here.
         """
         if not self._rate_limiter.can_sample(num_steps, num_updates) or not self._can_draw():
-            if self._lockstep:
-                self._apply_priorities(keep=0)
+            self.pause()
             return None
-        if self._ahead and self._ahead[0].number != num_updates:
-            self._ahead.clear()
+        self._begin_at(num_updates)
         sizes: list[list[int]] = []  # of each batch
         while len(self._ahead) <= self._depth:
             number = num_updates + len(self._ahead)
@@ -304,19 +300,25 @@ class Replay:
                 break
             sizes.append(self._sizes(number))
             self._choose(number, sizes[-1])
-        self.chosen = {"sizes": sizes}
+        self.chosen = {"number": num_updates, "sizes": sizes}
         return self._next()
 
-    def draw_chosen(self, chosen: Mapping[str, Any], num_updates: int) -> Batch | Sequences:
-        """Return this rank's part of the batch that the leader has drawn.
-
-        Args:
-            chosen: the leader's.
-            num_updates: updates finished.
-        """
+    def draw_chosen(self, chosen: Mapping[str, Any]) -> Batch | Sequences:
+        """Return this rank's part of the batch that the leader has drawn, as its `chosen` says."""
+        self._begin_at(chosen["number"])
         for sizes in chosen["sizes"]:
-            self._choose(num_updates + len(self._ahead), sizes)
+            self._choose(chosen["number"] + len(self._ahead), sizes)
         return self._next()
+
+    def pause(self) -> None:
+        """In lockstep, apply the errors of all updates: nothing is drawn until more has come."""
+        if self._lockstep:
+            self._apply_priorities(keep=0)
+
+    def _begin_at(self, number: int) -> None:
+        """Forget the batches chosen ahead unless the first one has this number."""
+        if self._ahead and self._ahead[0].number != number:
+            self._ahead.clear()
 
     def _sizes(self, number: int) -> list[int]:
         """Return how many items of a batch each rank draws: on average, as its priorities are of all priorities."""

@@ -101,6 +101,10 @@ class Processes:
         for name, role, num in roles if num_players else roles[1:]:
             self._start(name, ["worker", "--role", role, "--concurrency", str(num)], self._folder)
 
+    def learns(self, run: str) -> bool:
+        """Return whether a learner of the run is among them."""
+        return any(child.run == run for child in self._children)
+
     def check(self) -> None:
         """Restart the children that have died, after a pause if they die quickly.
 
@@ -255,6 +259,9 @@ def keep_running(
     try:
         processes.check()
     except ProcessError as error:
+        if error.run is not None and processes.learns(error.run):  # several learners: the others go on
+            report(str(error))
+            return
         for run in [error.run] if error.run is not None else runs:
             with contextlib.suppress(*connection.UNREACHABLE):
                 state = store.state(client, run)

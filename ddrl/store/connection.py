@@ -394,9 +394,11 @@ def bounded(connection_class: type, num_bytes: int, error: type[Exception] = Rep
 
 
 def bound_replies(client: redis.Redis, num_bytes: int) -> None:
-    """Let a client that has not connected yet raise ReplyTooLongError at a reply of more bytes."""
+    """Let a client raise ReplyTooLongError at a reply of more bytes, from its next connection on."""
     pool = client.connection_pool
     pool.connection_class = bounded(pool.connection_class, num_bytes)
+    pool.disconnect()
+    pool.reset()
 
 
 class Connection(_Wary, redis.Connection):

@@ -64,7 +64,7 @@ def _write(path: Path, data: bytes) -> None:
     oldest = time.time() - KEEP_S
     for other in path.parent.iterdir():
         with contextlib.suppress(FileNotFoundError):
-            if other.stat().st_mtime < oldest:
+            if other.suffix != ".lock" and other.stat().st_mtime < oldest:
                 other.unlink()
     draft = path.with_name(f".{path.name}")
     try:

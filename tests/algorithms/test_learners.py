@@ -252,6 +252,19 @@ def test_other_states_are_refused(name: str, options: Options, others: Options, 
     assert_same(learner.state(), before)
 
 
+@pytest.mark.parametrize("name", ["sac", "td3", "dqn"])
+def test_a_state_of_another_kind_of_device_is_loaded_but_for_its_random_numbers(name: str) -> None:
+    """A GPU's generator has a state of 16 bytes."""
+    learner = make_learner(name, SPECS[name], **({"noisy": True} if name == "dqn" else {}))
+    own, state = learner.state()["noise"], learner.state()
+    learner.update(batch_for(name, learner, SPECS[name], 12))
+    learner.load_state(state | {"noise": torch.zeros(16, dtype=torch.uint8)})
+    found = learner.state()
+    assert len(own) > 16 and len(found["noise"]) == len(own)
+    del state["noise"], found["noise"]
+    assert_same(found, state)
+
+
 def test_only_noisy_layers_save_a_random_state() -> None:
     """Its size depends on the device: a checkpoint without it continues on any."""
     learner = make_learner("dqn", DISCRETE)

@@ -28,6 +28,7 @@ from ddrl.learner.publisher import decode_tensors
 from ddrl.networks.ranks import RankLostError, Ranks, StateLostError
 from ddrl.replay.reader import Decoded
 from ddrl.store import checkpoints, connection, keys, learners, leases, runs, weights
+from ddrl.store.checkpoints import REPLAY
 from ddrl.store.connection import StoreError
 from ddrl.store.learners import Group, Member
 from ddrl.types import Played
@@ -162,6 +163,10 @@ def test_a_leader_whose_address_cannot_be_used_learns_alone(server, learn, log) 
         learn(run), learn(run)
         until(lambda: "learner.address: 192.0.2.1:7000 cannot be used" in log.text, SLOW_S)
         goes_on(run, [0, -1])
+        time.sleep(1.0)  # it does not go back for the other one, again and again
+        group = learners.formed(run.client, run.id)
+        time.sleep(2.0)
+        assert group is not None and learners.formed(run.client, run.id) == group
     for wrong in ("a b", "host:port", "::1", "x:1:2"):
         with pytest.raises(ConfigError, match="learner.address"):
             endless_config(learner={"address": wrong})
@@ -241,17 +246,37 @@ def test_a_follower_admits_what_the_leader_has_admitted_and_nothing_else() -> No
         {"until": "5-0", "admitted": ["3-0", "5-0"], "version": 1},
         {"until": "9-0", "admitted": [], "version": 1, "ends": True},
     ]
-    orders, admitted = iter(told), []
+    orders, admitted, paused = iter(told), [], []
     core: Any = SimpleNamespace(
         ranks=SimpleNamespace(rank=1, exchange=lambda data: [json.dumps(next(orders)).encode()]),
-        replay=SimpleNamespace(total=0.0, oldest_entry_id=None),
+        replay=SimpleNamespace(total=0.0, oldest_entry_id=None, pause=lambda: paused.append(1)),
         checksum=0,
         admit=lambda entry, version: admitted.append(entry.entry_id),
     )
     read = iter([[Decoded(b"%d-0" % number, 0, 7, 1, number, 0, rank=1) for number in range(2, 8)]])
     reader: Any = SimpleNamespace(take=lambda for_s: next(read, []))
     follow(core, reader, threading.Event())
-    assert admitted == [b"3-0", b"5-0"]
+    assert admitted == [b"3-0", b"5-0"] and len(paused) == 3
+
+
+def test_until_the_ranks_have_sent_their_priorities_those_of_the_checkpoint_are_kept() -> None:
+    """Those that this rank has learned since come last, as the newest of an entry count."""
+
+    def state(entry: int, priority: float) -> dict[str, torch.Tensor]:
+        columns = {
+            "entry": torch.tensor([[entry, 0]]),
+            "items": torch.tensor([1]),
+            "next": torch.tensor(entry),
+        }
+        columns |= {"priority": torch.tensor([priority]), "largest": torch.tensor(priority)}
+        return {REPLAY + name: value for name, value in columns.items()}
+
+    core: Any = SimpleNamespace(ranks=SimpleNamespace(size=2), replay_state=lambda: state(8, 0.5))
+    leading = Leading(core, timeout_s=1.0)
+    leading.states = [state(7, 2.0), state(8, 1.0)]
+    found = {name.removeprefix(REPLAY): value.tolist() for name, value in leading.replay_state().items()}
+    assert found.pop("entry") == [[7, 0], [8, 0], [8, 0]]
+    assert found == {"items": [1, 1, 1], "priority": [2.0, 1.0, 0.5], "largest": 2.0, "next": 8}
 
 
 def test_an_entry_that_its_rank_never_reports_ends_the_group() -> None:
@@ -348,10 +373,12 @@ def test_a_leader_that_is_not_reached_is_named(server, log, monkeypatch) -> None
         group = Group(
             token=token, number="1", wanted=2, members=["leader", peer.id], address="127.0.0.1", port=port
         )
-        for number, away_s in (("1", 60.0), ("1", 60.0), ("2", 120.0)):  # the second time it is known
+        for number in ("1", "1", "2"):  # the second time it is known
             learners.form(run.client, run.id, replace(group, number=number))
             peer.follow(threading.Event())
-            assert away_s - 20 < peer._away_until - time.monotonic() <= away_s
+            assert rendezvous.AWAY_S - 20 < peer._away_until - time.monotonic() <= rendezvous.AWAY_S
+        with pytest.raises(rendezvous.AwayError):  # `serve` learns other runs meanwhile
+            peer.is_left_out()
         text = (
             f"the leader's 127.0.0.1:{port} cannot be reached from 127.0.0.1 on {socket.gethostname()} in 1 s"
         )
@@ -360,6 +387,39 @@ def test_a_leader_that_is_not_reached_is_named(server, log, monkeypatch) -> None
         until(
             lambda: peer.id not in learners.alive(run.client, run.id)
         )  # so that the leader goes on without it
+
+
+def test_learners_that_do_not_find_each_other_part(server, monkeypatch) -> None:
+    """They reach the leader's store, but not each other: as behind a firewall with one open port."""
+    run = Run(server, endless_config(learner=TWO))
+    monkeypatch.setenv(connection.URL_VARIABLE, run.url)
+    monkeypatch.setattr(rendezvous, "_restore", lambda *_: b"0-0")
+
+    def join(*_: Any, **__: Any) -> None:
+        raise RankLostError("the learners do not find each other")
+
+    monkeypatch.setattr(Ranks, "join", join)
+    token = leases.acquire(run.client, run.id, host="here", folder="/tmp", ttl_ms=600_000)
+    assert token is not None
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("go", "1")
+    with rendezvous.Peer(run.client, run.id) as peer:
+        place: dict[str, Any] = {"address": "127.0.0.1", "port": store.port}
+        group = Group(token=token, number="", wanted=2, members=["leader", peer.id], **place)
+        for number in range(3):
+            assert not peer.is_left_out() and "learner left out" not in run.journal
+            learners.form(run.client, run.id, replace(group, number=str(number)))
+            peer.follow(threading.Event())
+        assert "learner left out" in run.journal
+        with pytest.raises(rendezvous.AwayError):
+            peer.is_left_out()
+
+
+def test_the_loopback_is_for_learners_of_the_same_machine_only() -> None:
+    assert rendezvous._offered("127.0.0.1", ["127.0.0.1", "::1"]) == "127.0.0.1"
+    assert rendezvous._offered("10.0.0.1", ["10.0.0.2"]) == "10.0.0.1"
+    far = rendezvous._on_the_way("192.0.2.1", 1)
+    assert rendezvous._offered("127.0.0.1", ["127.0.0.1", "192.0.2.1"]) == far
 
 
 def test_a_learner_of_other_versions_than_the_leaders_does_not_stay(server, learn, log, monkeypatch) -> None:

@@ -296,12 +296,12 @@ def test_ranks_share_an_iteration_that_the_leader_has_drawn() -> None:
         owner = number % 2  # rank 2 gets nothing
         queues[owner].admit(made, entry_id, version=2)
         if owner:
-            queues[0].note(Played(owner, number, version, made.num_transitions), entry_id, version=2)
+            queues[0].admit(Played(owner, number, version, made.num_transitions), entry_id, version=2)
     lead = queues[0]
     assert len(lead) == 48
     stale = Played(1, 7, 0, 8)
-    assert not lead.note(stale, b"6-0", version=2) and len(lead) == 48
-    batches = [draw(lead, 3), *(one.draw_chosen(lead.chosen, 0) for one in queues[1:])]
+    assert not lead.admit(stale, b"6-0", version=2) and len(lead) == 48
+    batches = [draw(lead, 3), *(one.draw_chosen(lead.chosen) for one in queues[1:])]
     assert (
         lead.chosen == {"sizes": [16, 16, 0], "taken": ["1-0", "3-0"], "last": "4-0"}
         and lead.num_dropped == 2

@@ -74,7 +74,7 @@ def test_draws_of_all_ranks_follow_the_priorities_of_all_items(size: int, priori
     lead.others = [one.total for one in replays[1:]]
     for update in range(num_draws):
         own = lead.draw(num_steps=10**9, num_updates=update, version=0)
-        parts = [own, *(one.draw_chosen(lead.chosen, update) for one in replays[1:])]
+        parts = [own, *(one.draw_chosen(lead.chosen) for one in replays[1:])]
         assert sum(lead.chosen["sizes"][0]) == BATCH
         for rank, part in enumerate(parts):
             drawn = part.number if prioritized else _numbers(replays[rank], part)
@@ -104,7 +104,7 @@ def test_weights_of_all_ranks_have_one_scale(sizes: list[int], maximum: str) -> 
         mass[ranks.rank] = replay.total
         ranks.add(mass)
         replay.others = [float(mass[1 - ranks.rank])]
-        batch: Any = replay.begin(replay.draw_chosen({"sizes": [sizes]}, 0))
+        batch: Any = replay.begin(replay.draw_chosen({"number": 0, "sizes": [sizes]}))
         num = sizes[ranks.rank]
         return p, p[batch.number][:num], batch.weight[:num]
 

@@ -240,6 +240,7 @@ def test_decoding_ahead_is_bounded_whatever_size_entries_claim(
 def test_an_entry_that_is_longer_than_a_reply_may_be_is_deleted_unread(server: PrivateServer) -> None:
     """However many there are; the others are read."""
     client = connection.connect(server.url)
+    client.ping()  # a connection of before would not be bounded
     connection.bound_replies(client, 10 * MIB)
     client.hset(keys.state(RUN), mapping={"status": "active", "fence": 1})
     append(client, fragment(0))

@@ -288,7 +288,7 @@ def test_what_a_follower_notes_and_nobody_reads_is_bounded() -> None:
     assert len(replay._admitted) == MOST_FIGURES
     for number in range(2 * COUNT_DRAWS):
         replay._seen.add(number)
-        replay.draw_chosen({"sizes": [[B]]}, number)
+        replay.draw_chosen({"number": number, "sizes": [[B]]})
     assert replay.num_collectors > 1 and len(replay._seen) <= COUNT_DRAWS
 
 

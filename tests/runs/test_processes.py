@@ -167,6 +167,20 @@ def test_pipes_are_closed_on_leaving(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_run_goes_on_while_one_of_its_learners_does(client: Redis, script: Script, children) -> None:
+    run, reports = make_run(client), list[str]()
+    script("""
+        if os.environ["LOCAL_RANK"] == "0":
+            sys.exit(2)
+        time.sleep(600)
+    """)
+    for number in (1, 2):
+        children.start_learner(run, Path("logs"), number)
+    until(lambda: (local.keep_running(client, children, [run], reports.append), reports)[1])
+    assert "learner ended with code 2" in reports[0] and runs.status(client, run) == "active"
+    assert children.learns(run) and not children.learns("other")
+
+
 def test_a_run_whose_learner_keeps_dying_fails_unless_held(client: Redis, script: Script, children) -> None:
     lost, held = make_run(client), make_run(client)
     assert leases.acquire(client, held, host="test", folder="/tmp", ttl_ms=60_000) is not None

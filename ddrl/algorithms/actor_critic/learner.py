@@ -468,9 +468,8 @@ class ActorCriticLearner(Generic[AnyOptions]):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what `state` returned."""
-        counts = dict.fromkeys(("num_updates", "num_steps"), torch.Size(()))
-        restore(self._tensors(), state, generator=self.generator.get_state().shape, **counts)
-        self.generator.set_state(state["generator"].cpu())
+        scalar = torch.Size(())
+        restore(self._tensors(), state, {"generator": self.generator}, num_updates=scalar, num_steps=scalar)
         self.num_updates, self.num_steps = int(state["num_updates"]), int(state["num_steps"])
 
     def apply_options(self, options: AnyOptions) -> None:

@@ -306,8 +306,7 @@ class SAC:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what `state` returned."""
-        restore(self._tensors(), state, noise=self._noise.get_state().shape, num_updates=torch.Size(()))
-        self._noise.set_state(state["noise"].cpu())
+        restore(self._tensors(), state, {"noise": self._noise}, num_updates=torch.Size(()))
         self.num_updates = int(state["num_updates"])
         self._use_options()
 

@@ -149,10 +149,8 @@ class ValueLearner(Generic[AnyOptions]):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what `state` returned."""
-        noise = {} if self._noise is None else {"noise": self._noise.get_state().shape}
-        restore(self._tensors(), state, num_updates=torch.Size(()), **noise)
-        if self._noise is not None:
-            self._noise.set_state(state["noise"].cpu())
+        noise = {} if self._noise is None else {"noise": self._noise}
+        restore(self._tensors(), state, noise, num_updates=torch.Size(()))
         self.num_updates = int(state["num_updates"])
 
     def apply_options(self, options: AnyOptions) -> None:
