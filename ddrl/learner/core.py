@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from ddrl.algorithms import base
-from ddrl.algorithms.base import Resolved
 from ddrl.config import RunConfig
 from ddrl.learner.ledger_rows import LedgerRows
-from ddrl.networks.device import to_device, to_host
-from ddrl.networks.ranks import Ranks
+from ddrl.networks.device import set_up, to_device, to_host
+from ddrl.networks.ranks import ALONE, Ranks
 from ddrl.replay.experience import longest_fragment_steps, make_experience
 from ddrl.replay.reader import Decoded, FragmentLimits, decode, decode_range
-from ddrl.store import connection, quarantine, runs, stream
+from ddrl.store import quarantine, runs, stream
 from ddrl.store.checkpoints import REPLAY, Counters
 from ddrl.store.connection import Redis
 
@@ -32,41 +31,32 @@ class Core:
         reader_client: connection for the reader's blocking reads.
         run: its id.
         config: the run's.
-        resolved: its algorithm and spaces.
-        device: where networks and batches live.
         ranks: that learn together.
 
     Attributes:
-        client: the reader's; `run`, `resolved`, `device` and `ranks` are as given, too.
+        client: the reader's; `run`, `config`, at the beginning, and `ranks` are as given, too.
+        resolved: the run's algorithm and spaces.
+        device: where networks and batches live.
         source: the run whose stream it reads: the same, unless it is a shadow.
         algorithm, replay: of the run; the replay holds this rank's fragments.
         decode: decodes an entry of the stream, if it is this rank's.
-        longest: bytes of a reply of the server.
+        longest: bytes of a reply of the server; see `connection.bound_replies`.
         checksum: of the algorithm's state, in which all ranks should be the same; a new one after CHECK_EVERY updates.
     """
 
-    def __init__(
-        self,
-        reader_client: Redis,
-        run: str,
-        config: RunConfig,
-        resolved: Resolved,
-        *,
-        device: torch.device,
-        ranks: Ranks,
-    ) -> None:
-        self.client, self.run, self.resolved = reader_client, run, resolved
-        self.device, self.ranks = device, ranks
+    def __init__(self, reader_client: Redis, run: str, config: RunConfig, ranks: Ranks = ALONE) -> None:
+        self.client, self.run, self.config, self.ranks = reader_client, run, config, ranks
+        self.device = device = set_up(config.learner)
+        self.resolved = resolved = base.resolve(config, runs.spaces(reader_client, run))
         several = ranks if ranks.size > 1 else None
         self.algorithm = resolved.learner(device=device, seed=config.seed, ranks=several)
+        self.algorithm.from_policy = bool(runs.state(reader_client, run).warm)
         num_envs, num_steps = config.env.num_envs, longest_fragment_steps(config.rollout, resolved.sequences)
         if resolved.on_policy:  # a batch is whole fragments
             num_steps = min(num_steps, -(-resolved.config.batch_size // num_envs))
         self.source = runs.source(reader_client, run)
-        context, recorded = resolved.context, None
-        if self.source != run:  # whose algorithm may repeat more steps, or fewer
-            recorded = base.resolve(runs.config(reader_client, self.source), resolved.spec).context
-            context = max(context, recorded)
+        recorded = base.resolve(runs.config(reader_client, self.source), resolved.spec).context
+        context = max(resolved.context, recorded)  # a shadow's source may repeat more steps, or fewer
         self.replay = make_experience(
             config, resolved.config, resolved.spec, recorded=recorded, device=device, ranks=several
         )
@@ -90,7 +80,6 @@ class Core:
         )
         self.checksum = 0
         self.longest = 2 * stream.REPLY_BYTES + limits.num_bytes(resolved.spec)
-        connection.bound_replies(reader_client, self.longest)
 
     def load(self, state: Tensors, counters: Counters, version: int) -> Iterator[Decoded]:
         """Load a checkpoint: the algorithm, then its replay, from the stream as if `version` were published.
@@ -109,8 +98,7 @@ class Core:
                 self.admit(entry, version=version)
             rows.count(entry, consumed=True)
             yield entry
-        if of_replay:  # else it begins with the run
-            self.replay.load_state({name.removeprefix(REPLAY): state[name].numpy() for name in of_replay})
+        self.replay.load_state({name.removeprefix(REPLAY): state[name].numpy() for name in of_replay})
 
     def admit(self, entry: Decoded, *, version: int) -> bool:
         """Admit an entry to the replay, or what is known of another rank's; return False if it is too stale.

@@ -39,7 +39,7 @@ from ddrl.replay.experience import warmup_steps
 from ddrl.replay.reader import Reader, decode_range, largest_value
 from ddrl.store import runs, stream, weights
 from ddrl.store.checkpoints import REPLAY, Counters
-from ddrl.store.connection import Redis
+from ddrl.store.connection import Redis, bound_replies
 
 log = logging.getLogger(__name__)
 
@@ -62,30 +62,24 @@ class Learner:
     Args:
         client: connection of the service thread.
         token: fencing token of the lease.
-        config: the run's.
-        core: its algorithm and replay; of several ranks this one leads.
+        core: the run's algorithm and replay; of several ranks this one leads.
         on_checkpoint: called with each checkpoint that the server has stored.
     """
 
     def __init__(
-        self,
-        client: Redis,
-        token: int,
-        config: RunConfig,
-        core: Core,
-        *,
-        on_checkpoint: OnCheckpoint = lambda blob, meta: None,
+        self, client: Redis, token: int, core: Core, *, on_checkpoint: OnCheckpoint = lambda blob, meta: None
     ) -> None:
-        self._client, self._run, self._token, self._config = client, core.run, token, config
+        self._client, self._run, self._config = client, core.run, core.config
         self._ranks, self._on_policy, self.core = core.ranks, core.resolved.on_policy, core
+        bound_replies(core.client, core.longest)
         self.algorithm, self.replay = core.algorithm, core.replay
-        self.leading = Leading(core, config.learner.rank_timeout_s)
+        self.leading = Leading(core, self._config.learner.rank_timeout_s)
         self._reader: Reader | None = None
         """Set by `restore`."""
         self.shared = Shared()
-        self.publisher = Publisher(client, core.run, token, config, self.replay, self.shared, on_checkpoint)
+        self.publisher = Publisher(client, token, core, self.shared, on_checkpoint)
         self.stopping = threading.Event()
-        self._publish_at = time.monotonic() + config.learner.publish_every_s
+        self._publish_at = time.monotonic() + self._config.learner.publish_every_s
         self._published_updates = 0  # of the weights that were last left for the publisher
         self._changed: deque[tuple[RunConfig, Any]] = deque()
         """Config and options of the algorithm, queued by `apply`."""
@@ -125,7 +119,6 @@ class Learner:
         version = latest if is_published else max(latest, counters.version) + 1
         self.replay.first_version = 0 if is_published else version
         source = runs.state(self._client, self._run).warm
-        self.algorithm.from_policy = bool(source)
         if checkpoint is not None:
             self._load(state, counters, version)
         if earlier is not None:

@@ -24,12 +24,11 @@ import numpy as np
 import torch
 
 from ddrl.config import RunConfig
+from ddrl.learner.core import Core
 from ddrl.learner.league import League
 from ddrl.learner.ledger_rows import LedgerRows
 from ddrl.onnx import Template
-from ddrl.replay.fifo import Fifo
 from ddrl.replay.reader import Decoded, Reader
-from ddrl.replay.replay import Replay
 from ddrl.store import checkpoints, connection, leases, ledger, metrics, runs, stream, weights
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import Redis, StoreError
@@ -139,27 +138,18 @@ class Publisher:
 
     Args:
         client: connection of the service thread.
-        run: its id.
         token: fencing token of the lease.
-        config: the run's.
-        replay: gives the allowance and metrics.
+        core: of the run; its replay gives the allowance and metrics.
         shared: the state that the training thread shares with this one.
         on_checkpoint: called with each checkpoint that the server has stored.
     """
 
     def __init__(
-        self,
-        client: Redis,
-        run: str,
-        token: int,
-        config: RunConfig,
-        replay: Replay | Fifo,
-        shared: Shared,
-        on_checkpoint: OnCheckpoint,
+        self, client: Redis, token: int, core: Core, shared: Shared, on_checkpoint: OnCheckpoint
     ) -> None:
-        self._client, self._run, self._config = client, run, config
-        self._held = client, run, token  # of every write
-        self._replay, self._shared, self._on_checkpoint = replay, shared, on_checkpoint
+        self._client, self._run, self._config = client, core.run, core.config
+        self._held = client, core.run, token  # of every write
+        self._replay, self._shared, self._on_checkpoint = core.replay, shared, on_checkpoint
         self.pinned: frozenset[int] = frozenset()
         """Versions that open evaluations need."""
         self.goes_back_from: int | None = None
@@ -179,7 +169,7 @@ class Publisher:
         # A version that may have been read, though a failover lost it: it is not given to other weights.
         self._unconfirmed = -1
         now = time.monotonic()
-        self._checkpoint_at = now + config.learner.checkpoint_every_s
+        self._checkpoint_at = now + self._config.learner.checkpoint_every_s
         self._fold_at = now + FOLD_EVERY_S
         self._renew_at = self._metrics_at = now
         self._allow_at = self._shed_at = self._outage_at = 0.0

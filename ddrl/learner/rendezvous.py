@@ -20,7 +20,6 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddrl import celery
-from ddrl.algorithms import base
 from ddrl.config import RunConfig
 from ddrl.envs.requirements import machine_versions
 from ddrl.learner.core import Core
@@ -149,9 +148,8 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
         if core.ranks.num_calls != self._num_calls or core.ranks.rank == 0:
             self._num_calls, self._moved_at = core.ranks.num_calls, now
         elif now - self._moved_at > self._stall_s:
-            log.error(
-                "%s: training hangs for %g s (learner.stall_s); this process ends", self._run, self._stall_s
-            )
+            text = "%s: training hangs for %g s (learner.stall_s); this process ends"
+            log.error(text, self._run, self._stall_s)
             os._exit(1)
         return replace(member, rank=core.ranks.rank, updates_per_s=rate, waiting=min(waiting, 1.0))
 
@@ -284,7 +282,7 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
 
     def _follow(self, member: Member, group: Group, ranks: Ranks, stop: threading.Event) -> None:
         client, run = self._client, self._run
-        config, spaces = runs.config(client, run), runs.spaces(client, run)
+        config = runs.config(client, run)
         try:
             store = TCPStore(group.address, group.port, timeout=timedelta(seconds=STORE_S))
         except RuntimeError:  # as of torch.distributed
@@ -292,10 +290,10 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
             text = f"the leader's {where} cannot be reached from {member.address} on {member.host} in {STORE_S:g} s"
             self._stay_away(text)
             raise RankLostError(text) from None
-        device = set_up(config.learner)
         with contextlib.ExitStack() as stack:
             reader_client = stack.enter_context(contextlib.closing(connection.connect_blocking()))
-            core = Core(reader_client, run, config, base.resolve(config, spaces), device=device, ranks=ranks)
+            core = Core(reader_client, run, config, ranks)
+            connection.bound_replies(reader_client, core.longest)
             stack.callback(ranks.leave)
             stack.callback(core.replay.close)
             reader = Reader(reader_client, core.source, _restore(client, run, core), core.decode)
@@ -311,7 +309,7 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
                 raise RankLostError(f"the leader does not begin ({error})") from None
             address, timeout_s = _on_the_way(group.address, group.port), config.learner.rank_timeout_s
             try:
-                ranks.join(store, address=address, timeout_s=timeout_s, device=device)
+                ranks.join(store, address=address, timeout_s=timeout_s, device=core.device)
             except RankLostError as error:
                 self._num_missed += 1
                 if self._num_missed >= MOST_MISSED:
@@ -323,7 +321,6 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
 
 def _restore(client: Redis, run: str, core: Core) -> bytes:
     """Load what the leader begins with, see `Learner.restore`; return the last entry that it has taken."""
-    core.algorithm.from_policy = bool(runs.state(client, run).warm)
     counters = Counters()
     if (found := checkpoints.load(client, run)) is not None:
         counters = Counters.decode(found[1])
@@ -351,13 +348,11 @@ def _listen(address: str | None, host: str) -> tuple[str, socket.socket] | None:
     try:
         parts = urlsplit(f"//{address or ''}")
         host, port = parts.hostname or host, parts.port or 0
-        return host, socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return host, socket.create_server((host, port), family=family)
     except (OSError, ValueError) as error:  # ValueError: no such port
-        log.warning(
-            "learner.address: %s cannot be used (%s); this learner learns alone", address or host, error
-        )
+        text = "learner.address: %s cannot be used (%s); this learner learns alone"
+        log.warning(text, address or host, error)
         return None
 
 

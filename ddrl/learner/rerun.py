@@ -11,12 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ddrl.algorithms import base
 from ddrl.learner.core import Core
 from ddrl.learner.ledger_rows import LedgerRows
 from ddrl.learner.publisher import decode_tensors
-from ddrl.networks.device import set_up
-from ddrl.networks.ranks import ALONE
 from ddrl.store import recording, runs, stream, weights
 from ddrl.store.connection import Redis, StoreError
 
@@ -57,15 +54,13 @@ def rerun(
         StoreError: the run did not learn in lockstep, or its stream has lost its beginning.
         ConfigError: this machine cannot learn it.
     """
-    config, spaces, state = runs.config(client, run), runs.spaces(client, run), runs.state(client, run)
-    _check(run, config.learner.lockstep, state)
+    config = runs.config(client, run)
+    _check(run, config.learner.lockstep, runs.state(client, run))
     published = sorted(weights.index(client, run).published.items())
     known = {updates: version for version, (_, updates) in published if updates is not None}
     last = max(known, default=0)
-    resolved = base.resolve(config, spaces)
-    core = Core(client, run, config, resolved, device=set_up(config.learner), ranks=ALONE)
+    core = Core(client, run, config)
     algorithm, replay, rows = core.algorithm, core.replay, LedgerRows()
-    algorithm.from_policy = bool(state.warm)
     if (initial := runs.initial(client, run)) is not None:
         algorithm.load_initial_weights(decode_tensors(initial))
     env_steps, equal, others = 0, list[int](), list[int]()

@@ -379,14 +379,12 @@ class _Attempt:
 
     def _wire(self) -> None:
         config, run, client, token = self._config, self._run, self._client, self._token
-        device = set_up(config.learner)
         reader_client = self._resources.enter_context(contextlib.closing(connection.connect_blocking()))
         self._local = local_checkpoints.BackgroundWriter(self._folder)
         self._resources.callback(self._local.close)
-        resolved = base.resolve(config, runs.spaces(client, run))
         ranks = self._peer.form(token, config, self._interrupted)
-        core = Core(reader_client, run, config, resolved, device=device, ranks=ranks)
-        self._learner = Learner(client, token, config, core, on_checkpoint=self._save_locally)
+        core = Core(reader_client, run, config, ranks)
+        self._learner = Learner(client, token, core, on_checkpoint=self._save_locally)
         if config.replay.retain == "all" and not runs.state(client, run).reads:
             self._learner.publisher.folder = self._folder / "recording"
         self._resources.callback(ranks.leave)

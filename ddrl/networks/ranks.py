@@ -49,7 +49,6 @@ class Ranks:
     Attributes:
         sizes: rows of each rank of the batch in hand.
         total: rows of all ranks together.
-        rows: those of this rank.
         waited_s, num_calls: time spent in calls of the group, which includes waiting for the others (by NCCL, only the
             GPU waits); their number.
     """
@@ -80,20 +79,17 @@ class Ranks:
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [gloo.create_device(hostname=address)]
+        self._device, self._timeout_s = device, timeout_s
         try:
             self._group = gloo(store, self.rank, self.size, options)
-        except RuntimeError as error:
-            raise RankLostError(f"the learners do not find each other: {_reason(error)}") from None
-        self._device, self._timeout_s = device, timeout_s
-        gpus = self.exchange(_gpu(device))
-        if all(gpus) and len({*gpus}) == self.size:
-            os.environ.update(_NCCL)
-            nccl: Any = distributed.ProcessGroupNCCL
-            try:
+            gpus = self.exchange(_gpu(device))
+            if all(gpus) and len({*gpus}) == self.size:
+                os.environ.update(_NCCL)
+                nccl: Any = distributed.ProcessGroupNCCL
                 own = distributed.PrefixStore("gpus", store)  # type: ignore[attr-defined]
                 self._gpus = nccl(own, self.rank, self.size, nccl.Options())
-            except RuntimeError as error:
-                raise RankLostError(f"the GPUs do not find each other: {_reason(error)}") from None
+        except RuntimeError as error:
+            raise RankLostError(f"the learners do not find each other: {_reason(error)}") from None
 
     def leave(self) -> None:
         """Close the connections; the other ranks lose this one, and what this GPU waits for is given up."""
@@ -142,12 +138,11 @@ class Ranks:
 
     def agree(self, is_so: bool) -> bool:
         """Return whether something is so on every rank; all of them ask."""
-        return bool(self.least(torch.tensor(int(is_so))))
+        return bool(self.least(is_so))
 
     def split(self, sizes: Sequence[int]) -> None:
         """Begin a batch of so many rows of each rank; a rank with none still takes part, with gradients of 0."""
-        self.sizes, start = tuple(sizes), sum(sizes[: self.rank])
-        self.total, self.rows = sum(sizes), slice(start, start + sizes[self.rank])
+        self.sizes, self.total = tuple(sizes), sum(sizes)
 
     def count(self, num: int) -> int:
         """Return the rows of the batch in hand, of all ranks together; alone, `num`."""
@@ -164,23 +159,20 @@ class Ranks:
         if self.size == 1:
             yield from parts
             return
-        own = list(parts)
+        own, whole = list(parts), self.sizes
         table = torch.zeros(self.size, num, dtype=torch.int64)
-        if self.share:
-            table[self.rank, : len(own)] = torch.tensor([len(part) for part in own])
-        whole = self.sizes
+        table[self.rank, : len(own)] = torch.tensor([len(part) if self.share else 0 for part in own])
         for part, of_ranks in zip_longest(own, self.add(table).T.tolist()):
-            if not any(of_ranks):  # few long sequences make fewer parts
-                continue
-            self.split(of_ranks)
-            yield part if self.share else blank
-            self.settle()
+            if any(of_ranks):  # few long sequences make fewer parts
+                self.split(of_ranks)
+                yield part if self.share else blank
+                self.settle()
         self.split(whole)
 
     @property
     def share(self) -> float:
         """Share of the batch's rows that are this rank's."""
-        return (self.rows.stop - self.rows.start) / self.total
+        return self.sizes[self.rank] / self.total
 
     def mean(self, values: Tensor) -> Tensor:
         """Replace means over this rank's rows by those over all rows, in place."""
@@ -190,23 +182,22 @@ class Ranks:
         """Replace values by their sum over the ranks, in place."""
         return self._reduce(values, distributed.ReduceOp.SUM)
 
-    def least(self, values: Tensor) -> Tensor:
-        """Replace values by their minimum over the ranks, in place."""
-        return self._reduce(values, distributed.ReduceOp.MIN)
+    def least(self, value: float) -> float:
+        """Return the minimum of a number over the ranks."""
+        return float(self._reduce(torch.tensor(value, dtype=torch.float64), distributed.ReduceOp.MIN))
 
     def randn(self, shape: Sequence[int], generator: Generator) -> Tensor:
         """Return standard normal numbers for this rank's rows, the first axis: those that one learner would draw."""
-        num = shape[0] if self.size == 1 else self.total
+        num = self.count(shape[0])
         drawn = torch.randn((num, *shape[1:]), generator=generator, device=generator.device)
         if self.size == 1:
             return drawn
-        return drawn[self.rows] if self.share else drawn.new_zeros(shape)
+        return drawn.split_with_sizes(self.sizes)[self.rank] if self.share else drawn.new_zeros(shape)
 
     def copy_first(self, *tensors: Tensor) -> None:
         """Replace tensors by those of rank 0."""
-        if self.size > 1:
-            for tensor in tensors:
-                self.add(tensor if self.rank == 0 else tensor.zero_())
+        for tensor in tensors:
+            self.add(tensor if self.rank == 0 else tensor.zero_())
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Return what every rank has given in this call, in the order of ranks; alone, only this rank's."""

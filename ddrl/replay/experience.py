@@ -41,7 +41,7 @@ def make_experience(
             too; if `prioritized` is among them and true, the exponents; with sequences, recurrent_state_size,
             priority_mix and rescale_values.
         spec: of the environment.
-        recorded: context steps of fragments that another algorithm has recorded; None: those that this one needs.
+        recorded: context steps of the fragments, which another algorithm may have recorded; None: what is needed.
         device: the learner's; a GPU holds images where they fit.
         ranks: that learn together; None: one alone.
 
@@ -60,7 +60,7 @@ def make_experience(
         priorities = Priorities(options, (replay.capacity + largest) * (1 + replay.hindsight))
     common = {"gamma": options.gamma, "n_step": options.n_step, "frame_stack": spec.frame_stack}
     hindsight = Hindsight(find_goals(config.env), replay.hindsight) if replay.hindsight else None
-    repeated = None if recorded is None else max(0, recorded - spec.frame_stack + 1)
+    repeated = None if recorded is None else recorded - spec.frame_stack + 1
     items: TransitionItems | SequenceItems = TransitionItems(**common, repeated=repeated, hindsight=hindsight)
     if sequences is not None:
         items = SequenceItems(

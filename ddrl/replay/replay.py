@@ -357,13 +357,11 @@ class Replay:
         """Begin to learn from what was drawn, when all ranks do; return it with weights that have one scale."""
         if self._ranks is None:
             return batch
-        import torch
-
         drawn = self._drawn
         self._ranks.split(drawn.sizes)
         if self.priorities is None:
             return batch
-        least = float(self._ranks.least(torch.tensor(drawn.least, dtype=torch.float64)))
+        least = self._ranks.least(drawn.least)
         scale = np.float32((least / drawn.least) ** self.priorities.beta(drawn.number))
         return replace(batch, weight=batch.weight * scale)
 

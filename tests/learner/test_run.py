@@ -25,6 +25,7 @@ from support.runs import target_config
 from ddrl import celery
 from ddrl.algorithms import base
 from ddrl.config import ConfigError
+from ddrl.learner import core as core_module
 from ddrl.learner import evaluations as scheduler
 from ddrl.learner import run as run_module
 from ddrl.learner.dispatcher import Dispatcher
@@ -355,7 +356,8 @@ def test_a_learner_leaves_a_run_whose_device_it_lacks_to_another_machine(
     with pytest.raises(ConfigError, match=re.escape(message)):
         run_module.learn(run.client, run.id, tmp_path, threading.Event())
     assert run.state.status == "active" and run.token == 0 and run.journal == ["created"]
-    monkeypatch.setattr(run_module, "set_up", lambda _: CPU)  # a machine that has it
+    for module in (run_module, core_module):
+        monkeypatch.setattr(module, "set_up", lambda _: CPU)  # a machine that has it
     until(lambda: run.state.version >= 0)
     service.end()
 

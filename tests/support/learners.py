@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from redis import Redis
 from support.private_server import PrivateServer, until
 from support.processes import bound
@@ -25,7 +24,6 @@ from ddrl.config import RunConfig
 from ddrl.learner import run as run_module
 from ddrl.learner.core import Core
 from ddrl.learner.loop import Learner
-from ddrl.networks.ranks import ALONE
 from ddrl.store import checkpoints, connection, keys, ledger, metrics, quarantine, runs, stream, weights
 from ddrl.store.connection import connect_blocking
 from ddrl.worker.segment import Players, play
@@ -36,9 +34,7 @@ def restored(
 ) -> Learner:
     """Return a run's next learner, or the one of a token; restored unless that is not wanted."""
     config, token = runs.config(client, run), token or take(client, run)
-    place = {"device": torch.device("cpu"), "ranks": ALONE}
-    core = Core(connect_blocking(url), run, config, resolve(client, run), **place)
-    learner = Learner(client, token, config, core, **options)
+    learner = Learner(client, token, Core(connect_blocking(url), run, config), **options)
     if restores:
         learner.restore()
     return learner
