@@ -67,15 +67,19 @@ def test_they_are_shown_wherever_a_return_is(
         run.play(300)
         until(lambda: "no metric" in run.journal and "info/even" in (run.rows or [{}])[-1])
         fragment = codec.decode(run.entries[-1].fields)
-        run.append(codec.encode(replace(fragment, extras={})), producer=9, seq=fragment.seq)
-        until(lambda: run.dead)
+        num = len(fragment.episode_return)
+        lacking = [{}, *({"episode_metrics": np.zeros((num, width), np.float32)} for width in (0, 4))]
+        for producer, extras in enumerate(lacking, 7):  # an actor of another kind may have none
+            made = codec.encode(replace(fragment, extras=extras, producer=producer))
+            run.append(made, producer=producer, seq=fragment.seq)
+        until(lambda: len(run.dead) == 2)
         token = run.token
         loaded = policy.from_run(run.client, run.id, learner.shared.version)
         one = Evaluation(version=learner.shared.version, first_seed=5, num_episodes=8, purpose="watch")
         result = score(loaded, one.seeds)
         opened = OpenEvaluations(run.client, run.id, send=lambda _: None, timeout_s=60, token=token)
         opened.store(one, result)
-    assert run.dead == [b"episode_metrics: 0, the run names 5"]
+    assert run.dead == [b"episode_metrics: %d, the run names 5" % width for width in (0, 4)]
     assert 3 <= run.rows[-1]["info/length"] <= 6 and 4 <= run.rows[-1]["info/even"] <= 6
     assert run.journal.count("no metric") == 3 and "info/text" not in run.rows[-1]
     assert list(result.metrics["length"]) == list(result.lengths) and result.metrics["missing"] == []

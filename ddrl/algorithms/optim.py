@@ -105,7 +105,7 @@ def restore(
         others: shapes of further entries of `state`, which the caller restores.
 
     Raises:
-        ValueError: an entry is missing, unknown or of another shape; nothing has changed then.
+        ValueError: an entry is missing or unknown, or a tensor has another shape; nothing has changed then.
     """
     own = {name: generator.get_state() for name, generator in generators.items()}
     shapes = {name: state.get(name, value).shape for name, value in own.items()} | others

@@ -148,7 +148,7 @@ class Learner:
     def _load(self, state: Tensors, counters: Counters, version: int) -> None:
         """Load a checkpoint; admit the fragments that its replay held as if `version` were published."""
         shared = self.shared
-        if self._ranks.size > 1:
+        if self._ranks.size > 1 and REPLAY + "entry" in state:
             self.leading.states = [{name: state[name] for name in state if name.startswith(REPLAY)}]
         for entry in self.core.load(state, counters, version):
             shared.add_entry(entry)
@@ -216,8 +216,10 @@ class Learner:
                 if is_lockstep and is_admitted:
                     self._tell()
                 is_updated = (is_admitted or not is_lockstep) and self._update()
-                while is_lockstep and is_updated and self._update():
-                    pass
+                if is_lockstep and is_updated:
+                    while self._update():
+                        pass
+                    self._tell()  # so that the other ranks pause too, before they admit
                 self._handle_requests()
                 if not (is_admitted or is_updated):
                     self._publish()

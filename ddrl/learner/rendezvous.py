@@ -36,11 +36,11 @@ from ddrl.store.learners import Group, Member
 log = logging.getLogger(__name__)
 
 GATHER_S = 10.0  # for the first group of a run, until its learners are there
-AGAIN_S = 1.5  # for a later one: some beats, which a lost learner does not send
+AGAIN_S = 2.0  # for a later one: some beats, which a lost learner does not send
 STORE_S = 10.0  # to reach the leader
 READY_S = 600.0  # to restore a replay
 AWAY_S = 300.0  # that a learner is away which does not reach the others
-MOST_MISSED = 3  # groups in a row that did not find each other, of which it may be the reason
+MOST_MISSED = 3  # groups in a row that did not find each other, of which the last learner may be the reason
 POLL_S = 0.05
 SHOW_S = 5.0  # between two events for Flower
 _LOOPBACK = ("127.", "::1")
@@ -196,8 +196,9 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
             port = listener.getsockname()[1]
             group = replace(group, members=[self.id, *others], address=address, port=port)
             self._store = TCPStore(address, port, is_master=True, master_listen_fd=listener.detach())
-        self._formed_s = learners.form(client, run, group)
-        self._group = None if others and listening is None else group  # it would want them for ever
+        elif others:  # it would want them for ever
+            group = replace(group, wanted=1)
+        self._group, self._formed_s = group, learners.form(client, run, group)
         return Ranks(0, len(group.members)) if self._store else ALONE
 
     def complete(self, core: Core, config: RunConfig, stop: threading.Event) -> None:
@@ -312,7 +313,7 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
                 ranks.join(store, address=address, timeout_s=timeout_s, device=core.device)
             except RankLostError as error:
                 self._num_missed += 1
-                if self._num_missed >= MOST_MISSED:
+                if self._num_missed >= MOST_MISSED + ranks.size - 1 - ranks.rank:  # one after the other
                     self._stay_away(f"{error}; any port must be open between {member.host} and the others")
                 raise
             self.core, self._num_missed = core, 0
@@ -337,7 +338,9 @@ def _restore(client: Redis, run: str, core: Core) -> bytes:
 def _offered(own: str, others: Sequence[str]) -> str:
     """Return this machine's address for learners at other addresses; the loopback is for its own only."""
     far = [address for address in others if not address.startswith(_LOOPBACK)]
-    return _on_the_way(far[0], 1) if far and own.startswith(_LOOPBACK) else own
+    with contextlib.suppress(connection.UnreachableError):
+        return _on_the_way(far[0], 1) if far and own.startswith(_LOOPBACK) else own
+    return own
 
 
 def _listen(address: str | None, host: str) -> tuple[str, socket.socket] | None:

@@ -94,6 +94,7 @@ def serve(client: Redis, folder: Path, stop: Event, *, retention: Retention | No
     """
     log.info("waits for runs")
     skipped_until: dict[tuple[str, str], float] = {}  # by run and the learner that requested it, if any
+    away_until: dict[str, float] = {}  # by run, whose other learners are not reached
     reported: dict[str, str] = {}  # run -> why it was not learned
     outage = connection.Outage(client)
     while not stop.is_set():
@@ -101,7 +102,8 @@ def serve(client: Redis, folder: Path, stop: Event, *, retention: Retention | No
             if retention is not None:
                 retention.apply(client)
             names = runs.active_names(client, *runs.ENDED)
-            wanting = [(run, "") for run in learners.wanting(client, names)]
+            reached = [run for run in names if away_until.get(run, 0.0) < time.monotonic()]
+            wanting = [(run, "") for run in learners.wanting(client, reached)]
             for run, requester in (free := leases.free(client, names)) + wanting:
                 if requester:  # it takes the run soon, unless it died
                     skipped_until.setdefault((run, requester), time.monotonic() + SKIP_S)
@@ -115,7 +117,7 @@ def serve(client: Redis, folder: Path, stop: Event, *, retention: Retention | No
                     log.error("%s", error)
                 except AwayError as error:
                     log.warning("%s", error)
-                    skipped_until[run, ""] = time.monotonic() + AWAY_S
+                    away_until[run] = time.monotonic() + AWAY_S
                 except Exception as error:  # the other runs still need a learner
                     if str(error) != reported.get(run):  # once, not in each round
                         reported[run] = str(error)
@@ -585,10 +587,8 @@ class _Attempt:
             if is_lockstep or isinstance(error, StateLostError):
                 log.warning("%s: goes back to the newest checkpoint", self._run)
                 raise _RegroupError(self._regroup)
-            learner.shared.updates, error = (
-                learner.algorithm.num_updates,
-                None,
-            )  # of what is saved and published
+            error = None
+            learner.shared.updates = learner.algorithm.num_updates  # of what is saved and published
         if error is not None:
             self._set_status("failed", f"{type(error).__name__}: {error}")
         elif reached := self._reached():

@@ -204,8 +204,10 @@ def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits
             parts = np.split(mask, np.cumsum(spaces.action_sizes)[:-1], axis=-1)
             if not (((mask == 0) | (mask == 1)).all() and all(part.any(axis=-1).all() for part in parts)):
                 raise codec.CodecError("observation: a mask that is none, or allows nothing")
-    num_metrics = fragment.extras.get("episode_metrics", np.empty((0, 0))).shape[1]
-    if num_metrics not in (0, limits.num_metrics):  # an actor of another kind may have none
+    num_metrics = limits.num_metrics
+    if "episode_metrics" in fragment.extras:  # which an actor of another kind may lack
+        num_metrics = fragment.extras["episode_metrics"].shape[1]
+    if num_metrics != limits.num_metrics:
         raise codec.CodecError(f"episode_metrics: {num_metrics}, the run names {limits.num_metrics}")
     size = (fragment.num_steps, fragment.num_envs, fragment.context)
     most = (limits.num_steps, limits.num_envs, limits.context)

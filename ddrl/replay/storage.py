@@ -125,7 +125,7 @@ def observation_block(fragment: Fragment, frame_stack: int, *, context: int | No
 
 
 def is_image(dtype: DTypeLike, shape: Sequence[int]) -> bool:
-    """Return whether observations `*O` are images, which may be held compressed: uint8 of at least two axes."""
+    """Return whether observations `*O` are images: uint8 of at least two axes."""
     return np.dtype(dtype) == np.uint8 and len(shape) >= 2
 
 

@@ -102,8 +102,8 @@ class Processes:
             self._start(name, ["worker", "--role", role, "--concurrency", str(num)], self._folder)
 
     def learns(self, run: str) -> bool:
-        """Return whether a learner of the run is among them."""
-        return any(child.run == run for child in self._children)
+        """Return whether a learner of the run is among them that has not finished."""
+        return any(child.run == run and child.process.poll() != 0 for child in self._children)
 
     def check(self) -> None:
         """Restart the children that have died, after a pause if they die quickly.
@@ -245,16 +245,16 @@ def start_detached(runs: Sequence[str], workers: int, with_learner: bool) -> Non
 def keep_running(
     client: Redis, processes: Processes, runs: Sequence[str], report: Callable[[str], None]
 ) -> None:
-    """Restart what has died; a run whose processes keep dying fails, unless another learner holds it.
+    """Restart what has died; a run whose learners keep dying fails, unless another one learns it.
 
     Args:
         client: connection to the server.
         processes: of the runs.
         runs: their ids.
-        report: receives a message about one run of several that has failed.
+        report: receives a message about a learner that keeps dying, while others go on.
 
     Raises:
-        ProcessError: the workers, or the learner of the only run, keep dying.
+        ProcessError: the workers, or all learners of the only run, keep dying.
     """
     try:
         processes.check()

@@ -415,11 +415,13 @@ def test_learners_that_do_not_find_each_other_part(server, monkeypatch) -> None:
             peer.is_left_out()
 
 
-def test_the_loopback_is_for_learners_of_the_same_machine_only() -> None:
+def test_the_loopback_is_for_learners_of_the_same_machine_only(monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "_on_the_way", lambda host, _: f"to {host}")
     assert rendezvous._offered("127.0.0.1", ["127.0.0.1", "::1"]) == "127.0.0.1"
     assert rendezvous._offered("10.0.0.1", ["10.0.0.2"]) == "10.0.0.1"
-    far = rendezvous._on_the_way("192.0.2.1", 1)
-    assert rendezvous._offered("127.0.0.1", ["127.0.0.1", "192.0.2.1"]) == far
+    assert rendezvous._offered("127.0.0.1", ["127.0.0.1", "192.0.2.1"]) == "to 192.0.2.1"
+    monkeypatch.undo()
+    assert rendezvous._offered("127.0.0.1", ["nowhere.invalid"]) == "127.0.0.1"  # no way there
 
 
 def test_a_learner_of_other_versions_than_the_leaders_does_not_stay(server, learn, log, monkeypatch) -> None:
