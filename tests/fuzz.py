@@ -41,14 +41,13 @@ from kombu import Connection
 from support.algorithms import CPU
 from support.commands import run as run_command
 from support.private_server import PrivateServer
-from support.store import SPACES, make_run
+from support.store import QUEUES, SPACES, make_run
 
 from ddrl import celery, codec, config, envs, policy
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, ModuleError
 from ddrl.learner.core import Core
 from ddrl.learner.loop import Learner, NotFiniteError
-from ddrl.networks.ranks import ALONE
 from ddrl.replay import reader
 from ddrl.runs import monitoring
 from ddrl.store import checkpoints, connection, evaluations, keys, local_checkpoints, runs, stream, weights
@@ -437,11 +436,12 @@ class Learned:
         settings = config.load(config.find(preset), [*sized, *options])
         resolved = base.resolve(settings, envs.describe(settings.env))
         client = place.server.client
-        self._make_core = partial(Core, client, place.run, settings, resolved, device=CPU, ranks=ALONE)
-        self._make = partial(Learner, client, 1, settings)
+        run = runs.create(client, settings, resolved.spec, queues=QUEUES)
+        self._make_core = partial(Core, client, run, settings)
+        self._make = partial(Learner, client, 1)
         self.begin()
         weights = {name: np.asarray(tensor) for name, tensor in self.learner.algorithm.weights().items()}
-        identity = {"run": place.run, "producer": 7, "incarnation": 9, "random_until_learned": False}
+        identity = {"run": run, "producer": 7, "incarnation": 9, "random_until_learned": False}
         collector = Collector(**identity, config=settings, resolved=resolved)
         collector.load(1, weights)
         self.fragments = [collector.collect(max_steps=steps) for steps in (1, 7, 16, 3, 12, 16, 5, 9, 16, 16)]
