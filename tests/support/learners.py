@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -314,6 +315,7 @@ class Learning:
                     self.status = run_module.learn(client, run.id, folder, self.interrupt, **options)
             except Exception as error:
                 self.error = error
+                traceback.print_exc()  # shown if the test fails
 
         self.thread = threading.Thread(target=learn, daemon=True)
         self.thread.start()

@@ -58,10 +58,10 @@ def test_a_process_that_its_environment_ends_or_stops_is_reported_and_replaced(
         send(server, played[kind])
     for kind, (_, reason) in ENDS.items():
         run = played[kind]
-        processes.until(lambda run=run: runs.state(client, run).crashes_total == 1)
+        processes.until(lambda run=run: runs.state(client, run).crashes_total >= 1)
         state = runs.state(client, run)
         assert state.error.startswith(HOST) and reason in state.error and ";" in state.error
-        assert state.crashes == 1
+        assert state.crashes >= 1
     runs.set_status(client, played.pop("eat"), "stopped", "would end every process that plays it")
     steps = {run: stream_steps(client, run) for run in played.values()}
     with dispatching(server):
