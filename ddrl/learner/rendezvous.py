@@ -36,7 +36,7 @@ from ddrl.store.learners import Group, Member
 log = logging.getLogger(__name__)
 
 GATHER_S = 10.0  # for the first group of a run, until its learners are there
-AGAIN_S = 2.0  # for a later one: some beats, which a lost learner does not send
+AGAIN_S = 1.5  # for a later one: some beats, which a lost learner does not send
 STORE_S = 10.0  # to reach the leader
 READY_S = 600.0  # to restore a replay
 AWAY_S = 300.0  # that a learner is away which does not reach the others
