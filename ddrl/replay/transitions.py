@@ -76,10 +76,8 @@ class TransitionItems:
         step = np.arange(num_steps)[:, None]
         last = step + k - 1  # [S, N] the last step of each sum
         is_whole = (k == self._n_step) | np.take_along_axis(fragment.ended[first:], last, axis=0)
-        # Others were whole before, or will be.
-        is_item = is_whole & (last >= known)
-        if self._repeated < self._n_step - 1:
-            is_item |= ~is_whole & (step < num_steps - self._repeated)
+        # Others were items before, or will be.
+        is_item = np.where(is_whole, last >= known, step < num_steps - self._repeated)
         bootstrap = np.take_along_axis(block.next_row[-num_steps:], last, axis=0)
         td_error = None
         if (values := reported_values(fragment)) is not None:

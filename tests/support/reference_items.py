@@ -177,7 +177,7 @@ class Player:
                 return_, discount, used = lane.n_step(start, len(lane), gamma=gamma, n=n)
                 begin, row = lane.begin[start], start + used
                 is_whole = used == n or lane.terminated[row - 1] or lane.truncated[row - 1]
-                is_last = repeated < n - 1 and start < len(lane) - repeated
+                is_last = start < len(lane) - repeated
                 if row <= self._played if is_whole else not is_last:
                     continue
                 after = None if lane.terminated[row - 1] else lane.stack(begin, row, self.frame_stack)
