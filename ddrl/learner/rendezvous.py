@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import secrets
@@ -164,7 +163,6 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
             stop: ends the waiting.
         """
         self._group = self._store = self.core = None
-        gc.collect()  # the replay before makes room, to which its threads and errors refer in circles
         self._away_until = 0.0
         if (member := self._begin(config)) is None:
             return ALONE
@@ -273,7 +271,6 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
             log.warning("%s: %s", run, error)
         finally:
             self.core = None
-            gc.collect()
         self._seen = group.number  # not after an outage of the server: the leader may still wait
 
     def _stay_away(self, text: str) -> None:

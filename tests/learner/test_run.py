@@ -420,8 +420,7 @@ def test_a_learner_whose_service_thread_hangs_loses_its_run(run, learn, monkeypa
     learning = learn(run)
     try:
         until(lambda: learning.holds_after(0))
-        until(lambda: not run.state.leased)
-        assert leases.acquire(run.client, run.id, host="there", folder="/tmp")
+        until(lambda: leases.acquire(run.client, run.id, host="there", folder="/tmp"))
     finally:
         freed.set()
     learning.thread.join(30.0)
