@@ -221,7 +221,8 @@ class LearnerConfig(Section):
     """Torch threads of the training process on a CPU."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """`bfloat16`: the factors of matrix products are rounded, on a CPU with AMX to bfloat16, on a GPU to TF32.
-    Faster where networks are wide; results differ a little. Refused where the machine does not round."""
+    Faster where networks are wide; results differ a little. Refused where the machine does not round. Convolutions and
+    recurrent layers round to TF32 on a GPU with either, as torch does."""
     publish_every_s: Duration = Field(1.0, ge=0, json_schema_extra=LIVE)
     """Minimum time between two versions of the weights. Off-policy only."""
     checkpoint_every_s: Duration = Field(60.0, ge=1, json_schema_extra=LIVE)

@@ -129,7 +129,13 @@ def _compare(loaded: LoadedPolicy, data: bytes) -> None:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-    if not (found := difference(loaded, session)) <= TOLERANCE:  # it may be NaN
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # as onnxruntime's
+    try:
+        found = difference(loaded, session)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    if not found <= TOLERANCE:  # it may be NaN
         reason = f"in onnxruntime it differs by {found:.1e}, more than {TOLERANCE:g}"
         raise OnnxError(f"{loaded.run}@{loaded.version}: {reason}; nothing was written")
 

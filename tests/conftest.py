@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -18,6 +19,12 @@ from support.processes import Processes
 
 from ddrl.store import connection
 from ddrl.store import server as embedded
+
+
+def pytest_collection_finish() -> None:
+    """Leave what all tests have in common out of collections; each would take a second, in which no thread goes on."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

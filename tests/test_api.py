@@ -167,6 +167,11 @@ def test_no_run_is_left_where_its_processes_cannot_be_started(client: Redis, fol
     with pytest.raises(StoreError, match=r"runs: cannot be made \(File exists\)"):
         ddrl.submit(target_tree(), workers=1)
     assert ddrl.all_runs() == []
+    run = waiting()
+    run.pause()
+    with pytest.raises(StoreError, match=r"runs: cannot be made \(File exists\)"):
+        run.resume(workers=1)
+    assert run.status == "paused"
 
 
 def test_a_server_that_goes_away_is_a_server_error(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,6 +78,23 @@ def test_a_template_takes_the_weights_of_any_version(name: str) -> None:
         played.policy.load(weights)
         assert onnx.difference(played, session, seed=50) <= onnx.TOLERANCE
         assert session.get_modelmeta().custom_metadata_map["version"] == str(version)
+
+
+def test_a_learner_that_rounds_compares_without_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare, seen = onnx.difference, []
+
+    def difference(*args: Any) -> float:
+        seen.append(torch.get_float32_matmul_precision())
+        return compare(*args)
+
+    monkeypatch.setattr(onnx, "difference", difference)
+    name, spec, options = case = KINDS["sac"]
+    torch.set_float32_matmul_precision("medium")
+    try:
+        onnx.Template(loaded(*case), make_learner(name, spec, **options).weights())
+        assert {*seen} == {"highest"} and torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize(

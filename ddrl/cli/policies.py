@@ -135,11 +135,13 @@ def _export_minari(name: str, dataset: str, json_output: bool) -> None:
 
     with server_of(name) as (client, run):
         with progress("wrote {:,} of {:,} episodes", quiet=json_output) as show:
-            num, steps = write_minari(client, run, dataset, show)
-        report = {"run": run, "dataset": dataset, "episodes": num, "steps": steps}
+            num, steps, left_out = write_minari(client, run, dataset, show)
+        report = {"run": run, "dataset": dataset, "episodes": num, "steps": steps, "without_seed": left_out}
         text = (
             f"wrote {num:,} episodes of {run}, {steps:,} steps; minari.load_dataset({dataset!r}) opens them"
         )
+        if left_out:
+            text += f"; left out {left_out:,} that began after others that have left the stream"
         answer(report, text, json_output=json_output)
 
 

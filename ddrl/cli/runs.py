@@ -96,7 +96,11 @@ def delete(
         output.confirm(f"run {run}:", f"Delete run {run}{also} for good?", yes)
         removed = store.delete(client, run)
     if folder is not None:
-        shutil.rmtree(folder)
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            text = f"{folder}: cannot be deleted whole ({error.strerror}); the server has deleted {run}"
+            raise InputError(text) from None
     report = {"run": run, "keys": removed, "folder": folder and str(folder)}
     output.answer(report, f"deleted {run}: {removed} keys{also}", json_output=json_output)
 

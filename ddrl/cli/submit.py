@@ -270,10 +270,13 @@ def reactivate(
     before = [store.state(client, run) for run in runs]
     if all(state.leased and not state.outcome for state in before):  # learners hold them: only follow
         with_learner, workers = with_learner or False, workers or 0
-    with_learner = starts_learner(with_learner, (store.config(client, run) for run in runs))
+    stored = [store.config(client, run) for run in runs]
+    with_learner, num_workers = starts_learner(with_learner, stored), num_workers_here(workers, len(runs))
+    for config in stored:
+        check_here(config, num_workers, with_learner)
     for run in runs:
         store.reactivate(client, run, more_time_s=more_time_s)
-    return num_workers_here(workers, len(runs)), with_learner
+    return num_workers, with_learner
 
 
 def prune(client: Client) -> None:

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -33,7 +34,7 @@ from ddrl.cli.output import Client, InputError, Json, note
 from ddrl.cli.runs import change_status
 from ddrl.config import ConfigError, RunConfig, Section
 from ddrl.runs import processes as local
-from ddrl.store import checkpoints, evaluations
+from ddrl.store import checkpoints, connection, evaluations
 from ddrl.store import runs as store
 from ddrl.store.connection import StoreError
 from ddrl.store.runs import UnknownRunError
@@ -129,11 +130,12 @@ def sweep(
         raise InputError("ddrl sweep: optuna is not installed; pip install 'ddrl[sweep]'") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with output.server() as client:
-        folder = FOLDER / wanted.name
-        folder.mkdir(parents=True, exist_ok=True)
-        searched = _open(wanted, folder)
+        base, folder = wanted.base({}), FOLDER / wanted.name
         num_workers = submit.num_workers_here(workers, min(wanted.parallel, wanted.trials))
-        learns = submit.starts_learner(with_learner, [wanted.base({})])
+        learns = submit.starts_learner(with_learner, [base])
+        submit.check_here(base, num_workers, learns)
+        local.check_folder(folder)
+        searched = _open(wanted, folder)
         with local.Processes(folder) as processes:
             if num_workers:
                 processes.start_workers(num_workers)
@@ -142,7 +144,12 @@ def sweep(
                 for line in search.run():
                     if line and not json_output:
                         note(line)
-                    processes.check()
+                    try:
+                        local.keep_running(client, processes, search.runs, note)
+                    except local.ProcessError as error:
+                        if error.run is None:
+                            raise
+                        note(str(error))  # of one trial; it has failed
             except KeyboardInterrupt:
                 note(f"interrupted; `ddrl sweep {study}` goes on")
                 raise
@@ -248,6 +255,11 @@ class _Search:
         self._recent: dict[str, deque[float]] = {}  # returns of a run's last evaluations
         self._due: Counter[str] = Counter()  # evaluations since a run was compared
 
+    @property
+    def runs(self) -> list[str]:
+        """The trials' runs that go on."""
+        return [*self._going]
+
     def run(self) -> Iterator[str]:
         """Yield a line for each trial that begins or ends, and an empty one at each look at a trial that goes on."""
         import optuna
@@ -259,9 +271,10 @@ class _Search:
                 yield self._begin()
             if not self._going:
                 return
-            news = {run: self._read(run) for run in self._going}  # of all, before any are compared
+            # Of all, before any are compared.
+            news = {run: connection.retry(partial(self._read, run)) for run in self._going}
             for run, is_new in news.items():
-                yield self._look(run, is_new)
+                yield connection.retry(partial(self._look, run, is_new))
             time.sleep(POLL_S)
 
     def _left(self) -> int:
@@ -329,7 +342,7 @@ class _Search:
     def _follow(self, trial: optuna.Trial, run: str) -> None:
         self._going[run], self._cursors[run], self._best[run] = trial, b"0-0", -math.inf
         if self._processes and not store.state(self._client, run).ended:
-            self._processes.start_learner(run, Path("runs") / run)
+            local.start(self._client, self._processes, [run], 0, with_learner=True)
 
     def _read(self, run: str) -> bool:
         """Report the new evaluations of a run; return whether there are any."""

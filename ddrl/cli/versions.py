@@ -124,6 +124,7 @@ def _start(processes: local.Processes, count_processes: Callable[[], int], wante
         return
     if not (num := submit.num_workers_here(wanted)):
         raise InputError("backfill: nobody plays this run's evaluations; start workers, or add --workers 2")
+    local.check_folder()
     processes.start_workers(0, num)
     until = time.monotonic() + READY_S
     while count_processes() < before + num:

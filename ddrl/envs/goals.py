@@ -64,10 +64,11 @@ def find_goals(env: EnvConfig) -> Goals:
         return training_reward(env, given)
 
     try:
-        made.reset(seed=0)
+        observation, _info = made.reset(seed=0)
         made.action_space.seed(0)
         for _ in range(_CHECKED_STEPS):
-            observation, given, terminated, truncated, _info = made.step(made.action_space.sample())
+            action = _sample(made.action_space, observation, is_masked=env.action_mask)
+            observation, given, terminated, truncated, _info = made.step(action)
             twice = np.stack([observation, observation])
             computed = reward(twice[:, achieved], twice[:, desired])
             expected = training_reward(env, np.array([given] * 2, np.float64))
@@ -76,11 +77,20 @@ def find_goals(env: EnvConfig) -> Goals:
                     f"a step gave the reward {given:g}, compute_reward another; HER needs rewards of goals alone"
                 )
             if terminated or truncated:
-                made.reset()
+                observation, _info = made.reset()
     except Exception as error:  # whatever a user's environment does
         made.close()
         raise EnvError(f"{env.id}: {first_line(error)}; mend it, or remove replay.hindsight") from None
     return Goals(achieved, desired, reward)
+
+
+def _sample(space: Any, observation: NDArray[Any], *, is_masked: bool) -> Any:
+    """Return a random action, of those that the mask at the observation's end allows."""
+    if not is_masked:
+        return space.sample()
+    sizes = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", 0)))
+    parts = np.split(observation[-sizes.sum() :].astype(np.int8), np.cumsum(sizes)[:-1])
+    return space.sample(tuple(parts) if hasattr(space, "nvec") else parts[0])
 
 
 def _places(made: Any) -> tuple[slice, slice]:

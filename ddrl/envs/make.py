@@ -197,10 +197,17 @@ def _spec(env_id: str, observed: Any, acted: Any) -> EnvSpec:
         raise EnvError(
             f"{env_id}: action space {acted} is not supported; use Discrete, MultiDiscrete or a float Box"
         )
-    if not (np.isfinite(acted.low).all() and np.isfinite(acted.high).all()):
-        raise EnvError(f"{env_id}: action space {acted} has no bounds; wrap the environment to clip actions")
-    low, high = tuple(acted.low.ravel().tolist()), tuple(acted.high.ravel().tolist())
-    return spec("continuous", acted.shape, action_low=low, action_high=high)
+    with np.errstate(over="ignore"):
+        low, high = acted.low.astype(np.float32), acted.high.astype(np.float32)
+        if not np.isfinite(high - low).all():
+            raise EnvError(
+                f"{env_id}: action space {acted} has no bounds; wrap the environment to clip actions"
+            )
+    # Inward, so that the environment allows them.
+    least = np.where(low < acted.low, np.nextafter(low, high), low)
+    most = np.where(high > acted.high, np.nextafter(high, low), high)
+    action_low, action_high = (tuple(bound.ravel().tolist()) for bound in (least, most))
+    return spec("continuous", acted.shape, action_low=action_low, action_high=action_high)
 
 
 def _wrapped(made: gymnasium.Env[Any, Any], wrapper: WrapperConfig) -> gymnasium.Env[Any, Any]:

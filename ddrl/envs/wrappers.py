@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -224,9 +225,10 @@ class Lanes:
         return self._observation, reward, terminated, truncated, info
 
     def close(self) -> None:
-        """Close all."""
-        for env in self.envs:
-            env.close()
+        """Close all, even if one raises."""
+        with contextlib.ExitStack() as stack:
+            for env in self.envs:
+                stack.callback(env.close)
 
     def _begin(self, lane: int, seed: int | None) -> None:
         self._observation[lane] = self.envs[lane].reset(seed=seed)[0]

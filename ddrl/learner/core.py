@@ -106,9 +106,7 @@ class Core:
         One that a rule of quarantine leaves out counts as admitted.
         """
         content: Any = entry.packed or entry.played
-        return (
-            entry.left_out or content is None or self.replay.admit(content, entry.entry_id, version=version)
-        )
+        return entry.left_out or self.replay.admit(content, entry.entry_id, version=version)
 
     def learn(self, batch: Any) -> dict[str, torch.Tensor]:
         """Update the algorithm and the priorities of what was drawn; return metrics.

@@ -36,19 +36,20 @@ MOST_PENDING_BYTES = 128 * 1024**2  # of a follower's entries that wait to be ad
 class Leading:
     """The leader's side of the rounds; of a learner that is alone it does nothing.
 
+    A rank that does not report an entry within `learner.rank_timeout_s` is lost.
+
     Args:
         core: the leader's.
-        timeout_s: after which a rank is lost that does not report an entry.
 
     Attributes:
         leaving: a follower asks for the end of the group.
         states: the replay's part of a checkpoint, of other ranks as last collected; before that, the one loaded.
     """
 
-    def __init__(self, core: Core, timeout_s: float) -> None:
+    def __init__(self, core: Core) -> None:
         self._core, self._ranks = core, core.ranks
         self._reports: dict[bytes, dict[str, Any]] = {}  # what other ranks say of entries, by id
-        self._timeout_s, self._waited_since = timeout_s, math.inf
+        self._timeout_s, self._waited_since = core.config.learner.rank_timeout_s, math.inf
         self.leaving = False
         self._admitted: list[str] = []
         self._oldest: list[bytes] = []
@@ -70,7 +71,7 @@ class Leading:
 
     def admit(self, entry: Decoded) -> None:
         """Have the rank that decoded an entry admit it; do nothing for the leader's own."""
-        if entry.rank and entry.played is not None:
+        if entry.rank:
             self._admitted.append(entry.entry_id.decode())
 
     def tell(self, until: bytes, **orders: Any) -> None:
@@ -85,6 +86,8 @@ class Leading:
             RankLostError: a follower is lost, or has other parameters.
         """
         admitted, self._admitted = self._admitted, []
+        if "chosen" in orders:
+            self._waited_since = math.inf  # an update may take longer
         message = {"until": until.decode(), "admitted": admitted, **orders}
         reports = [json.loads(data) for data in self._ranks.exchange(json.dumps(message).encode())[1:]]
         for report in reports:
@@ -174,9 +177,19 @@ def _read(reason: str, head: str, played: Sequence[Any] | None, left_out: bool) 
 
 
 def merged(states: Sequence[Tensors]) -> dict[str, torch.Tensor]:
-    """Return the state of one replay that holds what several hold, the last one's entries last: see `Replay.state`."""
+    """Return the state of one replay that holds what several hold: see `Replay.state`.
+
+    Of an entry that several name, the last one's priorities count.
+    """
+    parts: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}  # entry, items, priority of each
+    for state in states:
+        entry, items, priority = (state[REPLAY + name] for name in ("entry", "items", "priority"))
+        columns = zip(entry, items, priority.split_with_sizes(items.tolist()), strict=True)
+        parts |= zip(map(tuple, entry.tolist()), columns, strict=True)
     found = dict(states[-1])
-    for name in ("entry", "items", "priority"):
-        found[REPLAY + name] = torch.cat([state[REPLAY + name] for state in states])
+    if parts:
+        entries, sizes, priorities = zip(*parts.values(), strict=True)
+        found[REPLAY + "entry"], found[REPLAY + "items"] = torch.stack(entries), torch.stack(sizes)
+        found[REPLAY + "priority"] = torch.cat(priorities)
     found[REPLAY + "largest"] = torch.stack([state[REPLAY + "largest"] for state in states]).amax()
     return found

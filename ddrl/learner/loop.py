@@ -73,7 +73,7 @@ class Learner:
         self._ranks, self._on_policy, self.core = core.ranks, core.resolved.on_policy, core
         bound_replies(core.client, core.longest)
         self.algorithm, self.replay = core.algorithm, core.replay
-        self.leading = Leading(core, self._config.learner.rank_timeout_s)
+        self.leading = Leading(core)
         self._reader: Reader | None = None
         """Set by `restore`."""
         self.shared = Shared()

@@ -74,6 +74,7 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
         self._num_missed = 0  # groups in a row
         self._group: Group | None = None  # that it leads, and when it was formed, by the server's clock
         self._formed_s = 0.0
+        self._takes_in = False  # a learner that was not in the group before
         self._store: Any = None  # where the group meets; None: the leader is alone
         self._before = time.monotonic(), 0, 0.0
         self._num_calls, self._moved_at = 0, 0.0
@@ -82,6 +83,7 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
         self._thread: threading.Thread | None = None
 
     def __exit__(self, *_: object) -> None:
+        self._store = None
         self._stop.set()
         if self._thread is not None:
             self._thread.join(1.0)  # longer where the server does not answer
@@ -157,12 +159,16 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
     def form(self, token: int, config: RunConfig, stop: threading.Event) -> Ranks:
         """Form a group with the learners that are there, as many as the run wants; `complete` comes next.
 
+        After a loss only with those of the group before: one that dies again and again would keep them from learning.
+
         Args:
             token: of the leader's lease.
             config: the run's.
             stop: ends the waiting.
         """
+        before = None if self._group is None or self._takes_in else {*self._group.members}
         self._group = self._store = self.core = None
+        self._takes_in = False
         self._away_until = 0.0
         if (member := self._begin(config)) is None:
             return ALONE
@@ -176,12 +182,14 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
             found = learners.alive(client, run, since_s=since_s)  # a lost one is not seen again
             found.pop(self.id, None)
             others = [name for name, one in sorted(found.items()) if one.versions == member.versions]
+            others = [name for name in others if before is None or name in before]
             if len(others) >= wanted - 1 or time.monotonic() >= deadline or stop.is_set():
                 break
             time.sleep(POLL_S)
-        for name in found.keys() - {*others}:
-            one, text = found[name], "the learner on %s has other versions: %s, here %s"
-            log.warning(text, one.host, one.versions, member.versions)
+        for one in found.values():
+            if one.versions != member.versions:
+                text = "the learner on %s has other versions: %s, here %s"
+                log.warning(text, one.host, one.versions, member.versions)
         others = others[: wanted - 1]
         if len(others) < wanted - 1:
             log.info("%d of %d learners are here; others join later", 1 + len(others), wanted)
@@ -199,37 +207,42 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
         self._group, self._formed_s = group, learners.form(client, run, group)
         return Ranks(0, len(group.members)) if self._store else ALONE
 
-    def complete(self, core: Core, config: RunConfig, stop: threading.Event) -> None:
+    def complete(self, core: Core, stop: threading.Event) -> None:
         """Wait until all followers have restored the run, and join them.
 
         Args:
             core: of the leader.
-            config: the run's.
             stop: ends the waiting.
 
         Raises:
-            RankLostError: one has left, or is not ready in time.
+            RankLostError: one has left, or is not ready in time, or another learner leads.
         """
-        self.core = core
-        if self._store is None or self._group is None:
+        self.core, client, run, group = core, self._client, self._run, self._group
+        if self._store is None or group is None:
             return
-        deadline, names = time.monotonic() + READY_S, [f"ready/{rank}" for rank in range(1, core.ranks.size)]
-        while not self._store.check(names):
-            gone = {*self._group.members[1:]} - learners.alive(self._client, self._run).keys()
-            if gone or stop.is_set() or time.monotonic() > deadline:
+        deadline, waiting = time.monotonic() + READY_S, {*group.members[1:]}
+        while waiting:
+            ready = {name for name in waiting if self._store.check([f"ready/{group.members.index(name)}"])}
+            waiting -= ready
+            gone = waiting - learners.alive(client, run).keys() if time.monotonic() < deadline else waiting
+            if gone or stop.is_set() or learners.formed(client, run) != group:
+                self._group = replace(group, members=[name for name in group.members if name not in gone])
                 raise RankLostError("a learner of the group has left before it was ready")
             time.sleep(POLL_S)
-        self._store.set("go", "1")
-        address, timeout_s = self._group.address, config.learner.rank_timeout_s
+        self._group = replace(group, is_ready=True)
+        learners.form(client, run, self._group)
+        address, timeout_s = group.address, core.config.learner.rank_timeout_s
         core.ranks.join(self._store, address=address, timeout_s=timeout_s, device=core.device)
 
     def is_wanted(self) -> bool:
         """Return whether a learner of the same versions waits that the group should take in."""
-        group, member = self._group, self.member
-        if group is None or member is None or len(group.members) >= group.wanted:
+        group = self._group
+        if group is None or len(group.members) >= group.wanted:
             return False
         found = learners.alive(self._client, self._run, since_s=self._formed_s).items()
-        return any(one.versions == member.versions for name, one in found if name not in group.members)
+        others = (one for name, one in found if name not in group.members)
+        self._takes_in = any(one.versions == self.versions for one in others)
+        return self._takes_in
 
     # --- the followers' side -----------------------------------------------------------------------------
 
@@ -259,13 +272,14 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
             stop: once set, the leader is asked to end the group.
         """
         client, run, self.core = self._client, self._run, None
-        member, group = self._begin(runs.config(client, run)), learners.formed(client, run)
+        config = runs.config(client, run)
+        member, group = self._begin(config), learners.formed(client, run)
         if not member or not group or group.number == self._seen or self.id not in group.members:
             return
         ranks = Ranks(group.members.index(self.id), len(group.members))
         log.info("learns %s as rank %d of %d", run, ranks.rank, ranks.size)
         try:
-            self._follow(member, group, ranks, stop)
+            self._follow(config, member, group, ranks, stop)
             log.info("the group of %s has ended", run)
         except (RankLostError, StoreError) as error:
             log.warning("%s: %s", run, error)
@@ -278,9 +292,10 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
         runs.note(self._client, self._run, "learner left out", text)
         self._away_until, self._num_missed = time.monotonic() + AWAY_S, 0
 
-    def _follow(self, member: Member, group: Group, ranks: Ranks, stop: threading.Event) -> None:
+    def _follow(
+        self, config: RunConfig, member: Member, group: Group, ranks: Ranks, stop: threading.Event
+    ) -> None:
         client, run = self._client, self._run
-        config = runs.config(client, run)
         try:
             store = TCPStore(group.address, group.port, timeout=timedelta(seconds=STORE_S))
         except RuntimeError:  # as of torch.distributed
@@ -299,12 +314,13 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
             stack.callback(reader.stop)
             try:
                 store.set(f"ready/{ranks.rank}", "1")
-                while not store.check(["go"]):
-                    if stop.is_set() or learners.formed(client, run) != group:
-                        raise RuntimeError("it has given this group up")
-                    time.sleep(POLL_S)
-            except RuntimeError as error:  # also of torch.distributed
+            except RuntimeError as error:  # of torch.distributed
                 raise RankLostError(f"the leader does not begin ({error})") from None
+            # Nothing is asked of the store, as that waits for its answer without an end.
+            while (now := learners.formed(client, run)) != replace(group, is_ready=True):
+                if stop.is_set() or now != group:
+                    raise RankLostError("the leader does not begin (it has given this group up)")
+                time.sleep(POLL_S)
             address, timeout_s = _on_the_way(group.address, group.port), config.learner.rank_timeout_s
             try:
                 ranks.join(store, address=address, timeout_s=timeout_s, device=core.device)

@@ -162,13 +162,16 @@ def learn(
             missing.
     """
     outage, token = connection.Outage(client), None
-    with Peer(client, run) as peer:
+    with Peer(client, run) as peer, contextlib.ExitStack() as held:  # what lasts as long as a lease
         claim = _Claim(client, run, folder / run, peer, waits=waits, joins=joins, take_over=take_over)
         while not stop.is_set():
             is_kept = False  # the lease, for the next attempt
             try:
-                if token is None and (token := claim.take(stop)) is None:
-                    return None
+                if token is None:
+                    if (token := claim.take(stop)) is None:
+                        return None
+                    config = runs.config(client, run)
+                    held.enter_context(trackers.following(config, run, folder / run))
                 with monitoring.learning(run):
                     return _Attempt(claim, token, stop, outage).learn()
             except connection.OUTAGES as error:
@@ -184,6 +187,8 @@ def learn(
                 claim = replace(claim, take_over=False, is_again=True, holder="")
             finally:
                 if token is not None and not is_kept:
+                    with leases.kept(run, token):
+                        held.close()
                     with contextlib.suppress(*connection.OUTAGES):  # else the lease expires
                         leases.release(client, run, token)
                     token = None
@@ -349,6 +354,9 @@ class _Attempt:
                 if self._is_restored:
                     self._save_to_folder()
                 raise
+            finally:  # they refer to each other, and hold networks, and a lost group's connections
+                self._error = None
+                self.__dict__.pop("_learner", None)
 
     def _is_alive(self) -> bool:
         """Return whether the service thread makes rounds; True while none runs: start and end may be slow."""
@@ -362,13 +370,16 @@ class _Attempt:
         try:
             runs.mirror(self._client, self._run, self._token, self._config)
             local_checkpoints.restore_newer(self._client, self._run, self._token, self._folder)
+            if self._reads and runs.status(self._client, self._reads) is None:
+                raise StoreError(
+                    f"run {self._run}: learns from {self._reads}, which is not on the server any more"
+                )
             self._wire()
             self._learner.publisher.pinned = self._evaluations.pinned
             self._learner.restore()
             self._is_restored = True
             self._check_memory()
-            self._peer.complete(self._learner.core, self._config, self._interrupted)
-            self._resources.enter_context(trackers.following(self._config, self._run, self._folder))
+            self._peer.complete(self._learner.core, self._interrupted)
             log.info("learns %s on %s", self._run, set_up(self._config.learner))
         except (LeaseLostError, *LOST, *connection.OUTAGES):
             raise
@@ -429,18 +440,14 @@ class _Attempt:
         with artifacts.following(self._run, self._token, self._folder):
             self._round_at = self._signals_at = time.monotonic()
             service.start()
-            lost = None
             try:
                 self._learner.train()
-            except StateLostError as error:
-                lost = error
             except Exception as error:
-                self._error = self._error or error
+                self._error = error if isinstance(error, StateLostError) else self._error or error
             finally:
                 self._learner.stopping.set()
                 self._learner.core.ranks.leave()  # so that nothing waits for a lost rank any more
                 service.join()
-            self._error = lost or self._error
             self._round_at = None
 
     def _serve(self) -> None:
@@ -461,7 +468,7 @@ class _Attempt:
                         return
                     learner.stopping.wait(TICK_S)
         except Exception as error:
-            self._error = error
+            self._error = self._error or error
         finally:
             learner.stopping.set()
 

@@ -94,8 +94,8 @@ class Ranks:
     def leave(self) -> None:
         """Close the connections; the other ranks lose this one, and what this GPU waits for is given up."""
         self._group, gpus, self._gpus = None, self._gpus, None
-        for forget in self._forgets:  # NCCL waits for the end of graphs
-            forget()
+        while self._forgets:  # NCCL waits for the end of graphs
+            self._forgets.pop()()
         if gpus is not None:
             with contextlib.suppress(RuntimeError):  # it takes too long
                 gpus.abort()
@@ -215,8 +215,8 @@ class Ranks:
 
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
         if self.size > 1:
-            group = self._group if self._gpus is None or values.device.type == "cpu" else self._gpus
-            self._call(group, "allreduce", [values], op)
+            is_on_gpu = self._gpus is not None and values.device.type != "cpu"
+            self._call(self._gpus if is_on_gpu else self._group, "allreduce", [values], op)
         return values
 
     def _call(self, group: Any, name: str, *arguments: Any) -> None:
@@ -235,6 +235,7 @@ class Ranks:
             kind = RankLostError if group is self._group else StateLostError
             raise kind(f"a learner of the group is lost: {_reason(error)}") from None
         finally:
+            del group  # an error's traceback would keep it, and its connections
             self.waited_s += time.monotonic() - started
 
 

@@ -23,17 +23,21 @@ AT_ONCE = 100  # episodes that are held in memory
 
 def write_minari(
     client: Redis, run: str, name: str, on_episode: Callable[[int, int], None]
-) -> tuple[int, int]:
-    """Write the episodes of a run's stream as a Minari dataset; return their number, and that of their steps.
+) -> tuple[int, int, int]:
+    """Write the episodes of a run's stream as a Minari dataset.
 
     Each is played again: the stream has no observation after the step that terminates an episode, and rewards only as
     they are learned from. So what is written is what the environment gave, and the same as what was learned from.
+    Those that began after others that have left the stream are left out, as they cannot be played from their seed.
 
     Args:
         client: connection to the server.
         run: its id.
         name: of the dataset, such as `lander/medium-v0`, in Minari's folder of datasets.
         on_episode: called with the number of those that are done, and of all.
+
+    Returns:
+        The number of episodes written, that of their steps, and that of the episodes left out.
 
     Raises:
         EnvError: the environment cannot be made here.
@@ -75,8 +79,12 @@ def write_minari(
                 dataset = minari.create_dataset_from_buffers(name, buffers, env=spec, **spaces, **options)
         buffers = []
 
-    if not (known := list(episodes.read(client, run))):
-        raise StoreError(f"run {run}: the stream holds no whole episode")
+    found = [*episodes.read(client, run)]
+    if not (known := [episode for episode in found if episode.seeded is not None]):
+        raise StoreError(f"run {run}: the stream holds no whole episode that can be played from its seed")
+    known.sort(
+        key=lambda one: (one.producer, one.lane, one.begin)
+    )  # each goes on where the one before it ended
     try:
         with episodes.Replayer(client, run) as replayer:
             for episode in known:
@@ -96,4 +104,4 @@ def write_minari(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return done, num_steps
+    return done, num_steps, len(found) - done

@@ -210,15 +210,15 @@ def start(client: Redis, processes: Processes, runs: Sequence[str], workers: int
             processes.start_learner(run, Path("runs") / run, 1 + number)
 
 
-def check_folder() -> None:
+def check_folder(folder: Path = Path("runs")) -> None:
     """Refuse to start processes whose logs and results cannot be written.
 
     Raises:
-        StoreError: the folder `runs` cannot be made here, or not be written.
+        StoreError: the folder cannot be made, or not be written.
     """
-    folder = Path("runs").absolute()
+    folder = folder.absolute()
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise connection.StoreError(
             f"{folder}: cannot be made ({error.strerror}); start in another folder"

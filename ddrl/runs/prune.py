@@ -77,7 +77,8 @@ def prune(
 ) -> list[Pruned]:
     """Delete ended runs that are too old, then the oldest ones until the rest takes at most `max_bytes`.
 
-    A run that is active, paused, or still held by a learner that is writing its results is never deleted.
+    A run that is active, paused, still held by a learner that is writing its results, or learned from by another run
+    is never deleted.
 
     Args:
         client: connection to the server.
@@ -88,7 +89,9 @@ def prune(
     Returns:
         What was deleted, or would be, in the order in which the runs ended.
     """
-    deletable = [state for state in _states(client) if state.ended and not state.leased]
+    sources = runs.sources(client)
+    states = (state for state in _states(client) if state.run not in sources)
+    deletable = [state for state in states if state.ended and not state.leased]
     sizes = _sizes(client, [state.run for state in deletable])
     sizes |= {state.run: min(sizes[state.run], state.bytes) for state in deletable if state.bytes}
     now_s, total = runs.server_ms(client) / 1e3, sum(sizes.values())

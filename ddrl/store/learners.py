@@ -54,6 +54,7 @@ class Group:
         wanted: number of learners that the run wants.
         members: their ids in the order of ranks.
         address, port: where they find each other; port 0: the leader is alone.
+        is_ready: all have restored the run, and join each other now.
     """
 
     token: int
@@ -62,6 +63,7 @@ class Group:
     members: Sequence[str]
     address: str = ""
     port: int = 0
+    is_ready: bool = False
 
 
 _MEMBER, _GROUP = TypeAdapter(Member), TypeAdapter(Group)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ SEGMENT_BYTES = 64 * 1024**2
 CHUNK_BYTES = 1024**2  # read from a file at once
 COUNTED = ("num_entries", "num_steps", "num_bytes", "num_missed", "_fragments", "_segment")
 COUNTS = ("appended_fragments", "appended_steps", "appended_bytes")
+POLL_S = 0.5
 RECORDED = "recorded"  # reason of the end of a run that was put back
 
 
@@ -150,7 +152,7 @@ def restore(
 ) -> str:
     """Put a recorded run on the server, as one that has ended, with all its experience; return its id.
 
-    One that was put there before is left as it is.
+    One that was put there before is left as it is, and one that another command puts there is waited for.
 
     Args:
         client: connection to the server.
@@ -162,48 +164,58 @@ def restore(
     """
     about = _described(folder)
     run = str(about["run"])
-    if runs.status(client, run) is not None:
+    while runs.status(client, run) is not None:
         state = runs.state(client, run)
         if state.reason != RECORDED:
             raise StoreError(
                 f"{folder}: its run {run} is on this server; `ddrl learner --shadow {run}` learns from what that has, "
                 "`ddrl delete` (without --files) makes room for the recording"
             )
-        if state.appended_steps:
-            return run
-        runs.delete(client, run)  # of a command that was killed
+        if not state.leased:
+            if state.appended_steps:
+                return run
+            runs.delete(client, run)  # of a command that was killed
+        time.sleep(POLL_S)
     config, spaces = _config(folder, about)
     runs.create(
         client, config, spaces, queues=(runs.NOBODY, runs.NOBODY), versions=about["versions"], run=run
     )
+    # By force, as a learner may have seen the new run. It is held until all is there, see above.
+    token = leases.acquire(client, run, host="-", folder=str(folder.resolve()), force=True) or 0
     try:
         runs.set_status(client, run, "stopped", RECORDED)
-        if token := leases.acquire(client, run, host="-", folder=str(folder.resolve())):
-            runs.complete(client, run, token)
-            leases.release(client, run, token)
-        done, waiting, total = 0, 0, sum(path.stat().st_size for path in _segments(folder))
-        producers: dict[Any, Any] = {}  # a learner takes only what these have appended
-        counts: dict[Any, Any] = {}
-        pipe = client.pipeline(transaction=False)
-        for entry in entries(folder):
-            pipe.xadd(keys.experience(run), cast(Any, entry.fields), id=entry.entry_id)
-            done, waiting = done + entry.num_bytes, waiting + entry.num_bytes
-            if entry.producer >= 0:
-                newest = {"incarnation": str(entry.count(b"i")), "seq": entry.count(b"q")}
-                producers[entry.producer] = json.dumps(newest | {"fragments": 0, "duplicates": 0})
-                counts = dict(zip(COUNTS, entry.counted, strict=False)) or counts
-            if waiting > stream.REPLY_BYTES:
-                pipe.execute()
-                on_bytes(done, total)
-                waiting = 0
-        if counts:
-            pipe.hset(keys.producers(run), mapping=producers)
-            pipe.hset(keys.counts(run), mapping=counts)
-        pipe.execute()
+        runs.complete(client, run, token)
+        with leases.kept(run, token):
+            _append(client, run, folder, on_bytes)
     except BaseException:
+        leases.release(client, run, token)
         runs.delete(client, run)
         raise
+    leases.release(client, run, token)
     return run
+
+
+def _append(client: Redis, run: str, folder: Path, on_bytes: Callable[[int, int], None]) -> None:
+    """Put a recording's entries into the stream of a run, and count them."""
+    done, waiting, total = 0, 0, sum(path.stat().st_size for path in _segments(folder))
+    producers: dict[Any, Any] = {}  # a learner takes only what these have appended
+    counts: dict[Any, Any] = {}
+    pipe = client.pipeline(transaction=False)
+    for entry in entries(folder):
+        pipe.xadd(keys.experience(run), cast(Any, entry.fields), id=entry.entry_id)
+        done, waiting = done + entry.num_bytes, waiting + entry.num_bytes
+        if entry.producer >= 0:
+            newest = {"incarnation": str(entry.count(b"i")), "seq": entry.count(b"q")}
+            producers[entry.producer] = json.dumps(newest | {"fragments": 0, "duplicates": 0})
+            counts = dict(zip(COUNTS, entry.counted, strict=False)) or counts
+        if waiting > stream.REPLY_BYTES:
+            pipe.execute()
+            on_bytes(done, total)
+            waiting = 0
+    if counts:
+        pipe.hset(keys.producers(run), mapping=producers)
+        pipe.hset(keys.counts(run), mapping=counts)
+    pipe.execute()
 
 
 @contextmanager

@@ -409,6 +409,15 @@ def source(client: Redis, run: str) -> str:
     return (cast("bytes | None", client.hget(keys.state(run), "reads")) or run.encode()).decode()
 
 
+def sources(client: Redis) -> dict[str, str]:
+    """Return the runs whose experience others learn from that have not ended, each with one of these."""
+    names = open_names(client)
+    with client.pipeline(transaction=False) as pipe:
+        for run in names:
+            pipe.hget(keys.state(run), "reads")
+        return {read.decode(): run for run, read in zip(names, pipe.execute(), strict=True) if read}
+
+
 def elapsed_s(client: Redis, run: str) -> float:
     """Return the learning time up to the newest checkpoint."""
     from ddrl.store.checkpoints import Counters, newest_pointer  # loads pydantic
@@ -620,7 +629,7 @@ def delete(client: Redis, run: str) -> int:
     """Remove an ended run with all its keys; return the number of keys removed.
 
     Raises:
-        StoreError: the run has not ended, or its learner is still at work.
+        StoreError: the run has not ended, its learner is still at work, or another run learns from it.
         UnknownRunError: there is no such run.
     """
     now = state(client, run)
@@ -628,6 +637,8 @@ def delete(client: Redis, run: str) -> int:
         raise StoreError(f"run {run}: is {now.status}; stop it first with `ddrl stop {run}`")
     if now.leased:
         raise StoreError(f"run {run}: its learner on {now.host} still writes its results; try again soon")
+    if reader := sources(client).get(run):
+        raise StoreError(f"run {run}: {reader} learns from it; stop that first with `ddrl stop {reader}`")
     script_keys = [keys.state(run), keys.lease(run), keys.RUNS, keys.OPEN, keys.DELETED]
     if not call(client, "delete_run", script_keys, [run, DELETED_MS, *ENDED]):
         raise StoreError(f"run {run}: goes on again; stop it first with `ddrl stop {run}`")

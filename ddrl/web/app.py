@@ -45,6 +45,11 @@ HERE = Path(__file__).parent
 LOG_LINES, JOURNAL_ROWS, EVALUATION_ROWS, EPISODE_ROWS = 200, 50, 12, 10
 MOST_FILMS, MOST_MADE = 8, 100  # kept
 MOST_EPISODES = 10_000  # of an evaluation
+SMALL: dict[str, int] = {
+    "max_files": 0,
+    "max_fields": 10,
+    "max_part_size": 65_536,
+}  # a form; 400 if it is larger
 SORTED = {"age": "created_s", "return": "return_mean", "steps": "env_steps", "status": "status", "env": "env"}
 WRONG_S = 1.0  # before the answer to a wrong password
 PING_S = 15.0  # between two signs of life
@@ -132,9 +137,10 @@ class _Pages:
         """Return the endpoint of a form that changes a run, and notes in its journal who did it; `then` is shown."""
 
         async def answer(request: Request) -> Response:
-            session, form = self._sessions.of(request), await request.form()
+            session = self._sessions.of(request)
             if not self._controls:
                 return self._problem(request, 403, "this page only shows; start it with `ddrl web --control`")
+            form: Mapping[str, Any] = {} if session is None else await request.form(**SMALL)
             if session is None or not is_own_form(request, form.get("token"), session):
                 return self._problem(
                     request, 403, "this form is not of a page that you have open; log in again"
@@ -153,7 +159,7 @@ class _Pages:
 
     async def login(self, request: Request) -> Response:
         """Ask for the password, or open a session."""
-        form = await request.form() if request.method == "POST" else {}
+        form = await request.form(**SMALL) if request.method == "POST" else {}
         if not form:
             return self._page(
                 request, "login.html", None, wrong=False, to=request.query_params.get("to", "/")

@@ -13,6 +13,7 @@ from ddrl.runs.records import Records
 from ddrl.store import metrics, runs
 
 EVERY_S = 2.0  # between two looks at a run, however many people watch it
+MOST_NEW = 100_000  # rows and returns, until all is read anew, as thinned out as the server keeps it
 KEPT_S = 60.0  # a run that nobody watches is forgotten
 SPARKS = 24  # points of a run's sparkline
 LISTS = ("figures", "episodes", "evaluated", "journal")
@@ -36,6 +37,7 @@ class Feed:
         self._watcher = Watcher(client, run, after=self._records.ends["episodes"])
         self._figures = self._watcher.poll()
         self._looked_at = self.used_at = time.monotonic()
+        self._num_new = 0  # since all was read
 
     def look(self) -> tuple[Figures, Records]:
         """Return the state and the history, at most EVERY_S old; the same history as before until it is read again."""
@@ -46,6 +48,9 @@ class Feed:
                 known, new = self._records, records.read(self._client, self._run, self._records.ends)
                 lists = {name: getattr(known, name) + getattr(new, name) for name in LISTS}
                 self._records = replace(new, **lists)
+                self._num_new += sum(len(getattr(new, name)) for name in LISTS)
+                if self._num_new > MOST_NEW:
+                    self._records, self._num_new = records.read(self._client, self._run), 0
                 self._looked_at = now
             return self._figures, self._records
 

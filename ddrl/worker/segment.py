@@ -8,6 +8,7 @@ or another run claims the process (YIELD), or because the run has ended (STOPPED
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -34,6 +35,8 @@ from ddrl.types import Fragment
 from ddrl.worker import shared_weights
 from ddrl.worker.collector import Collector
 from ddrl.worker.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
 
 MAX_CACHED_BYTES = 1024**3
 WAIT_MS = 500  # for the learner, before the run's state is read again: a draining worker ends within a second
@@ -228,9 +231,12 @@ class Players:
         return self._players[run]
 
     def drop(self, run: str) -> None:
-        """Close a run's player, if there is one."""
+        """Close a run's player, if there is one; where its environment cannot be closed, log it."""
         if (player := self._players.pop(run, None)) is not None:
-            player.collector.close()
+            try:
+                player.collector.close()
+            except Exception:
+                log.warning("run %s: its environment cannot be closed", run, exc_info=True)
 
     @contextmanager
     def segment(self, client: Redis, run: str, clock: Clock, *, node: str) -> Iterator[None]:

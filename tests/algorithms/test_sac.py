@@ -16,6 +16,7 @@ from support.algorithms import CONTINUOUS, PICTURES, Options, make_learner, make
 from support.reference import Layers, sac_act, sac_critic_loss, sac_policy_loss
 from torch import Tensor, tensor
 
+from ddrl.algorithms.sac import learner as sac_learner
 from ddrl.algorithms.sac.learner import critic_loss, policy_loss, quantile_critic_loss, temperature_loss
 from ddrl.networks.mlp import MLP
 
@@ -171,9 +172,27 @@ def test_temperature_is_fixed_or_moves_towards_the_target_entropy(options: Optio
     temperature = float(sac.state()["temperature.value"].exp())
     if "temperature" in options:
         assert temperature == pytest.approx(options["temperature"])
-        assert all(torch.isfinite(value).all() for value in sac.weights().values())
+        saved = {**sac.weights(), **sac.state()}  # what is not finite is neither published nor saved
+        assert all(torch.isfinite(value).all() for value in saved.values() if value.is_floating_point())
     else:
         assert (temperature > 0.2) == (options["target_entropy"] > 0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_with_dropout_the_policy_climbs_the_mean_of_the_critics(
+    dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DroQ, arXiv:2110.02034, algorithm 2, line 10."""
+    sac, given, seen = make(dropout=dropout, num_critics=3), [], []
+
+    def loss(q: Tensor, *others: Tensor) -> Tensor:
+        given.append(q.amin(dim=0))
+        return policy_loss(q, *others)
+
+    monkeypatch.setattr(sac_learner, "policy_loss", loss)
+    sac.critics.register_forward_hook(lambda module, inputs, output: seen.append(output[..., 0]))
+    sac.update(make_batch(1))
+    torch.testing.assert_close(given[-1], seen[-1].mean(dim=0) if dropout else seen[-1].amin(dim=0))
 
 
 def test_policy_delay_skips_actor_and_temperature() -> None:

@@ -208,6 +208,21 @@ def test_delete_keeps_the_folder_without_files(client: Any, tmp_path: Path) -> N
     assert runs.names(client) == [] and [path.name for path in (tmp_path / "runs").iterdir()] == [kept]
 
 
+def test_a_folder_that_cannot_be_deleted_is_named(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(client)
+    end(client, run, "stopped", "")
+    artifacts.write(client, run, tmp_path / "runs" / run)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    text = f"{run}: cannot be deleted whole (Permission denied); the server has deleted {run}"
+    assert text in refused("delete", run, "--yes", "--files") and runs.names(client) == []
+
+
 @pytest.mark.parametrize("kind", ["link", "elsewhere", "unmarked"])
 def test_delete_keeps_a_folder_that_only_the_server_calls_the_run_s(
     client: Any, tmp_path: Path, kind: str

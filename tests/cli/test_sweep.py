@@ -58,6 +58,16 @@ def test_the_best_of_some_trials(server: Any, tmp_path: Path) -> None:
     assert (folder / "sweep.png").stat().st_size > 5_000
 
 
+def test_a_trial_that_fails_leaves_the_others(server: Any, tmp_path: Path) -> None:
+    """One whose networks become NaN, again and again."""
+    path = study(tmp_path, search={"algorithm.learning_rate": [1e-3, 1e6]}, trials=2, parallel=2, seed=0)
+    with Processes(tmp_path) as processes:
+        report = sweep(processes, server.url, path)
+    found = sorted((row["status"], row["options"]["algorithm.learning_rate"]) for row in report["trials"])
+    assert {*found} == {("complete", 1e-3), ("fail", 1e6)}
+    assert report["best"]["value"] > -0.6
+
+
 LIVE = {"algorithm.learning_rate": {"low": 1e-6, "high": 1e-2, "log": True}}
 
 

@@ -198,6 +198,8 @@ def test_describe(spec: EnvSpec) -> None:
         ({"actions": MultiDiscrete([[3, 4], [2, 2]])}, r"actions of shape \(2, 2\) are no vector; wrap"),
         ({"actions": MultiDiscrete([])}, r"actions of shape \(0,\) are no vector"),
         ({"actions": Box(-np.inf, np.inf, (1,), np.float32)}, "has no bounds"),
+        ({"actions": Box(-np.finfo("f4").max, np.finfo("f4").max, (1,), np.float32)}, "has no bounds"),
+        ({"actions": Box(-np.finfo("f8").max, np.finfo("f8").max, (1,), np.float64)}, "has no bounds"),
         ({"actions": Box(0, 9, (1,), np.int64)}, "is not supported"),
         ({"actions": gymnasium.spaces.MultiBinary(2)}, "is not supported"),
     ],
@@ -206,6 +208,14 @@ def test_spaces_that_networks_do_not_know_are_refused(kwargs: dict[str, Any], me
     with pytest.raises(EnvError, match=message) as refused:
         envs.describe(ramp(kwargs=kwargs))
     assert "\n" not in str(refused.value)
+
+
+def test_bounds_that_float32_cannot_hold_are_those_just_inside() -> None:
+    allowed = Box(np.array([-np.pi, -0.1, -1.0]), np.array([np.pi, 0.1, 1.0]), dtype=np.float64)
+    spec = envs.describe(ramp(kwargs={"actions": allowed}))
+    for bound in (spec.action_low, spec.action_high):
+        assert allowed.contains(np.array(bound, np.float32).astype(np.float64))
+        np.testing.assert_allclose(np.abs(bound), [np.pi, 0.1, 1.0], rtol=2e-7)
 
 
 def test_observations_of_several_parts_become_one_vector(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +25,7 @@ from ddrl.algorithms import base
 from ddrl.config import ConfigError, validate
 from ddrl.learner import core as core_module
 from ddrl.learner import rendezvous
+from ddrl.learner import run as run_module
 from ddrl.learner.core import Core
 from ddrl.learner.group import Leading, follow
 from ddrl.learner.publisher import decode_tensors
@@ -141,15 +145,33 @@ def test_changed_settings_reach_the_followers(server, learn, log) -> None:
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
-def test_the_leader_is_reached_at_the_address_that_the_run_names(server, learn, log) -> None:
+def test_the_leader_is_reached_at_the_address_that_the_run_names(server, learn, log, monkeypatch) -> None:
+    """Again after a loss, though nobody collects what a lost group leaves behind."""
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
         port = taken.getsockname()[1]
     run = Run(server, endless_config(learner={**TWO, "address": f"[::1]:{port}"}))
+    call, is_due = Ranks._call, threading.Event()
+
+    def lose(ranks: Ranks, group: Any, *arguments: Any) -> None:
+        if is_due.is_set() and ranks.rank == 0:
+            is_due.clear()
+            raise RankLostError("as if one had ended")
+        call(ranks, group, *arguments)
+
+    monkeypatch.setattr(Ranks, "_call", lose)
     with playing(run.url, run.id):
         learn(run), learn(run)
         goes_on(run, [0, 1])
+        gc.disable()
+        try:
+            is_due.set()
+            until(lambda: "as if one had ended; forms a new group" in log.text, SLOW_S)
+            goes_on(run, [0, 1])
+        finally:
+            gc.enable()
     group = learners.formed(run.client, run.id)
     assert group is not None and (group.address, group.port) == ("::1", port)
+    assert "cannot be used" not in log.text
 
 
 def test_a_machine_without_a_way_to_the_server_is_an_outage() -> None:
@@ -206,6 +228,14 @@ def test_a_rank_with_other_parameters_ends_the_group(server, learn, log, monkeyp
 
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_all_ranks_go_back_to_a_version(server, learn, log, monkeypatch, on_policy: bool) -> None:
+    begun: list[str] = []
+
+    @contextmanager
+    def following(config: Any, run: str, folder: Any) -> Iterator[None]:
+        begun.append(run)
+        yield
+
+    monkeypatch.setattr(run_module.trackers, "following", following)
     monkeypatch.setattr(core_module, "CHECK_EVERY", 100)
     config = pick_config if on_policy else endless_config
     run = Run(server, config(learner=TWO | {"num_learners": 3}, weights={"keep_every": 1}))
@@ -218,6 +248,7 @@ def test_all_ranks_go_back_to_a_version(server, learn, log, monkeypatch, on_poli
         before = run.state.updates
         until(lambda: run.state.updates > before + 300, SLOW_S)
     assert "parameters differ" not in log.text
+    assert begun == [run.id], "trackers are told by one learner, without a break"
 
 
 def test_what_is_reported_of_entries_that_were_taken_or_passed_is_forgotten() -> None:
@@ -231,9 +262,12 @@ def test_what_is_reported_of_entries_that_were_taken_or_passed_is_forgotten() ->
         return [data, json.dumps(report).encode()]
 
     core: Any = SimpleNamespace(
-        ranks=SimpleNamespace(size=2, exchange=exchange), checksum=0, replay=SimpleNamespace()
+        ranks=SimpleNamespace(size=2, exchange=exchange),
+        config=endless_config(),
+        checksum=0,
+        replay=SimpleNamespace(),
     )
-    leading = Leading(core, timeout_s=9.0)
+    leading = Leading(core)
     for cursor, left in ((b"2-0", 3), (b"9-0", 3), (b"9-1", 0)):
         leading.tell(cursor)
         assert len(leading._reports) == left
@@ -260,7 +294,7 @@ def test_a_follower_admits_what_the_leader_has_admitted_and_nothing_else() -> No
 
 
 def test_until_the_ranks_have_sent_their_priorities_those_of_the_checkpoint_are_kept() -> None:
-    """Those that this rank has learned since come last, as the newest of an entry count."""
+    """Of an entry of this rank those that it has learned since."""
 
     def state(entry: int, priority: float) -> dict[str, torch.Tensor]:
         columns = {
@@ -271,12 +305,14 @@ def test_until_the_ranks_have_sent_their_priorities_those_of_the_checkpoint_are_
         columns |= {"priority": torch.tensor([priority]), "largest": torch.tensor(priority)}
         return {REPLAY + name: value for name, value in columns.items()}
 
-    core: Any = SimpleNamespace(ranks=SimpleNamespace(size=2), replay_state=lambda: state(8, 0.5))
-    leading = Leading(core, timeout_s=1.0)
+    core: Any = SimpleNamespace(
+        ranks=SimpleNamespace(size=2), config=endless_config(), replay_state=lambda: state(8, 0.5)
+    )
+    leading = Leading(core)
     leading.states = [state(7, 2.0), state(8, 1.0)]
     found = {name.removeprefix(REPLAY): value.tolist() for name, value in leading.replay_state().items()}
-    assert found.pop("entry") == [[7, 0], [8, 0], [8, 0]]
-    assert found == {"items": [1, 1, 1], "priority": [2.0, 1.0, 0.5], "largest": 2.0, "next": 8}
+    assert found.pop("entry") == [[7, 0], [8, 0]]
+    assert found == {"items": [1, 1], "priority": [2.0, 0.5], "largest": 2.0, "next": 8}
 
 
 def test_an_entry_that_its_rank_never_reports_ends_the_group() -> None:
@@ -285,8 +321,9 @@ def test_an_entry_that_its_rank_never_reports_ends_the_group() -> None:
     ranks = SimpleNamespace(
         size=2, exchange=lambda data: [data, json.dumps({**told, "checksum": 0}).encode()]
     )
-    core: Any = SimpleNamespace(ranks=ranks, checksum=0, replay=SimpleNamespace())
-    leading = Leading(core, timeout_s=0.1)
+    config = SimpleNamespace(learner=SimpleNamespace(rank_timeout_s=0.1))
+    core: Any = SimpleNamespace(ranks=ranks, config=config, checksum=0, replay=SimpleNamespace())
+    leading = Leading(core)
     entries = [Decoded(b"%d-0" % number, 0, 7, 1, number, 0, rank=1) for number in (3, 4)]
     assert [leading.report(entry) for entry in entries] == [None] * 2
     time.sleep(0.15)
@@ -299,6 +336,10 @@ def test_an_entry_that_its_rank_never_reports_ends_the_group() -> None:
     }
     assert leading.report(replace(entries[1], rank=0)) == {} and leading.report(entries[1]) is None
     time.sleep(0.15)
+    leading.tell(b"2-0", chosen={})
+    assert leading.report(entries[1]) is None, "nobody was asked during a long update"
+    time.sleep(0.15)
+    leading.tell(b"2-0")
     with pytest.raises(RankLostError, match="rank 1 does not report entry 4-0"):
         leading.report(entries[1])
 
@@ -358,7 +399,13 @@ def test_a_leader_takes_no_learner_of_other_versions_and_waits_no_longer_for_one
             learners.leave(run.client, run.id, "gone")
             core: Any = SimpleNamespace(ranks=ranks, algorithm=SimpleNamespace(num_updates=0))
             with pytest.raises(RankLostError, match="left before it was ready"):
-                peer.complete(core, config, threading.Event())
+                peer.complete(core, threading.Event())
+            assert formed("again", own).size == 1, "one that may die again comes later"
+            learners.announce(run.client, run.id, "again", replace(MEMBER, versions=own))
+            assert peer.is_wanted() and formed("again", own).size == 2
+            leases.release(run.client, run.id, token)  # another one leads
+            with pytest.raises(RankLostError, match="left before it was ready"):
+                peer.complete(core, threading.Event())
 
 
 def test_a_leader_that_is_not_reached_is_named(server, log, monkeypatch) -> None:
@@ -402,10 +449,10 @@ def test_learners_that_do_not_find_each_other_part(server, monkeypatch) -> None:
     token = leases.acquire(run.client, run.id, host="here", folder="/tmp", ttl_ms=600_000)
     assert token is not None
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("go", "1")
     with rendezvous.Peer(run.client, run.id) as peer:
         place: dict[str, Any] = {"address": "127.0.0.1", "port": store.port}
-        group = Group(token=token, number="", wanted=2, members=["leader", peer.id], **place)
+        members = ["leader", peer.id]
+        group = Group(token=token, number="", wanted=2, members=members, is_ready=True, **place)
         for number in range(3):
             assert not peer.is_left_out() and "learner left out" not in run.journal
             learners.form(run.client, run.id, replace(group, number=str(number)))

@@ -83,6 +83,18 @@ def test_what_a_shadow_cannot_be_is_refused(server) -> None:
     assert other.dead == []
 
 
+def test_a_shadow_whose_source_is_gone_fails(server, learn: Any) -> None:
+    source = Run(server, endless_config())
+    other = shadow(source)
+    end(source.client, source.id)
+    source.client.delete(keys.state(source.id), keys.spec(source.id))
+    learning = learn(other)
+    learning.thread.join(60.0)
+    assert other.state.status == "failed" and f"{source.id}, which is not on the server" in str(
+        learning.error
+    )
+
+
 @pytest.mark.long
 def test_the_command(server, processes: Processes) -> None:
     source = Run(server, endless_config())

@@ -11,10 +11,12 @@ from support.networks import assert_orthogonal, count, gradients, refusal, same,
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ddrl.algorithms.base import config_class
 from ddrl.networks import convolutional
 from ddrl.networks.convolutional import BatchNorm
 from ddrl.networks.parameters import FlatParameters
 from ddrl.networks.trunks import make_trunk, to_input
+from ddrl.types import EnvSpec
 
 SCREENS = [(40, 40), (4, 40, 40), (40, 40, 3), (6, 40, 40), (1, 36, 50), (40, 40, 1)]
 SMALL = [(10, 10, 4), (4, 84, 84), (84, 84, 1), (5, 5, 3), (8, 7, 8), (10, 10, 20)]
@@ -280,6 +282,14 @@ def test_axes_of_images() -> None:
     for shape, expected in CHANNELS_FIRST.items():
         assert convolutional.channels_first(torch.empty(1, *shape)).shape == (1, *expected)
     assert trunk("conv", (8, 20, 20)).convolutions[0].in_channels == 8, "a stack of more than four frames"
+
+
+def test_a_stack_of_frames_that_are_not_square_is_one() -> None:
+    spec = EnvSpec("Toy-v0", (20, 30), "uint8", "discrete", (), (3,), frame_stack=6)
+    config = config_class("dqn")(network="conv")
+    module, num_features = config.make_trunk(spec)
+    assert module.convolutions[0].in_channels == 6
+    assert module(torch.rand(2, *spec.input_shape)).shape == (2, num_features)
 
 
 FLATTEN = "gymnasium.wrappers.FlattenObservation"

@@ -208,6 +208,23 @@ def test_environments_without_goals_are_refused(
         find_goals(EnvConfig(id="CartPole-v1"))
 
 
+class Forbidden(Flip):
+    """Only the first bit may be flipped; else it raises."""
+
+    def action_masks(self) -> np.ndarray:
+        return np.arange(self._size + 1) == 0
+
+    def step(self, action: np.int64) -> Any:
+        assert action == 0, "a forbidden action"
+        return super().step(action)
+
+
+def test_goals_are_found_beside_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", __name__)
+    env = EnvConfig(id=f"{__name__}:Forbidden", action_mask=True)
+    assert find_goals(env).desired == slice(10, 20)
+
+
 def test_goals_are_found_behind_a_scale_of_rewards() -> None:
     env = EnvConfig(id="ddrl/Flip-v0", reward_scale=0.5, kwargs={"size": 3})
     goals = find_goals(env)

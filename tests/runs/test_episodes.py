@@ -170,7 +170,7 @@ def test_a_minari_dataset_has_what_the_environment_gave(
     monkeypatch.chdir(tmp_path)
     run = played(server.client, KINDS[kind][1], **KINDS[kind][0])
     report = commands.call_json("export", run, "--minari", "toy/made-v0")
-    found = list(episodes.read(server.client, run))
+    found = sorted(episodes.read(server.client, run), key=lambda one: (one.producer, one.lane, one.begin))
     dataset = minari.load_dataset("toy/made-v0")
     assert dataset.total_episodes == report["episodes"] == len(found)
     assert dataset.total_steps == report["steps"] == sum(one.length for one in found)
@@ -192,6 +192,23 @@ def test_a_minari_dataset_has_what_the_environment_gave(
         == "--minari toy/x: lacks a version; write it like toy/x-v0"
     )
     assert [path.parent.name for path in tmp_path.rglob("data")] == ["made-v0"]
+
+
+def test_a_dataset_leaves_out_episodes_whose_seed_has_left_the_stream(
+    server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("minari")
+    monkeypatch.setenv("DDRL_REDIS_URL", server.url)
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    run = played(server.client, 4_000, **KINDS["cartpole"][0])
+    first, *_ = stream.read(server.client, run, b"0-0", count=1)
+    server.client.xdel(keys.experience(run), first.entry_id)
+    found = list(episodes.read(server.client, run))
+    playable = [one for one in found if one.seeded is not None]
+    assert 0 < len(playable) < len(found)
+    report = commands.call_json("export", run, "--minari", "toy/rest-v0")
+    assert report["episodes"] == len(playable)
+    assert report["without_seed"] == len(found) - len(playable)
 
 
 def test_a_dataset_of_episodes_that_differ_is_not_left_half_made(

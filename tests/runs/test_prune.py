@@ -33,6 +33,16 @@ def test_runs_are_pruned_by_age(client: Any) -> None:
     assert pruning.prune(client, 30 * DAY_S, None) == []
 
 
+def test_a_run_that_another_one_learns_from_stays(client: Any) -> None:
+    source, reader = ended(client, 31), make_run(client)
+    client.hset(keys.state(reader), "reads", source)
+    assert pruning.prune(client, 0, 0, dry_run=True) == pruning.prune(client, 0, 0) == []
+    with pytest.raises(connection.StoreError, match=f"{reader} learns from it; stop that first"):
+        runs.delete(client, source)
+    end(client, reader)
+    assert names(pruning.prune(client, DAY_S, None)) == [source]
+
+
 def test_the_oldest_runs_are_pruned_until_the_rest_fits(client: Any) -> None:
     """Those that are too old make room first."""
     third, first, second, old = (ended(client, days, num_bytes=1_000_000) for days in (1, 3, 2, 50))

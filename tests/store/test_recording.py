@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,9 @@ from support.store import end
 from ddrl.config import ConfigError, validate
 from ddrl.runs import submit
 from ddrl.store import keys, recording, runs
-from ddrl.store.connection import StoreError
+from ddrl.store.connection import StoreError, connect
 from ddrl.store.recording import Recording, entries
+from ddrl.store.stream import Entry
 
 
 @pytest.fixture
@@ -134,6 +138,29 @@ def test_another_server_learns_from_it(
     learner.finish()
     assert learner.shared.env_steps == run.state.appended_steps and not other.dead
     assert there.entries == run.entries
+
+
+def test_two_commands_may_put_it_back_at_once(
+    server: PrivateServer, other_server: PrivateServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, found, is_begun = played(server, 2_000), entries, threading.Event()
+    Recording(run.client, run.id, tmp_path).catch_up()
+    monkeypatch.setenv("DDRL_REDIS_URL", other_server.url)
+
+    def slowly(folder: Path) -> Iterator[Entry]:
+        for entry in found(folder):
+            is_begun.set()
+            time.sleep(4.0 / len(run.entries))  # a lease lasts 3 s
+            yield entry
+
+    monkeypatch.setattr(recording, "entries", slowly)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(recording.restore, other_server.client, tmp_path)
+        assert is_begun.wait(30.0)
+        second = pool.submit(recording.restore, connect(other_server.url), tmp_path)
+        assert first.result() == second.result() == run.id
+    there = Run(other_server, run=run.id)
+    assert there.entries == run.entries and not there.state.leased
 
 
 @pytest.mark.parametrize("name", ["bc", "iql"])

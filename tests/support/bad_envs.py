@@ -19,13 +19,16 @@ def make(kind: str, steps: int = 50, marker: str = "") -> gymnasium.Env[Any, Any
     """Return the toy `ddrl/Target-v0`, which goes wrong after `steps` steps.
 
     Args:
-        kind: segfault; raise; hang, which lets other threads work; hold, which does not; eat, memory; exhaust, which
-            finds none; sleep, 10 ms a step from the beginning; none.
+        kind: segfault; raise, and then again when it is closed; hang, which lets other threads work; hold, which does
+            not; eat, memory; exhaust, which finds none; sleep, 10 ms a step from the beginning; none.
         steps: of this environment.
         marker: a file; once it is there nothing goes wrong any more, and going wrong makes it.
     """
     env, taken, eaten = target(), itertools.count(), list[bytearray]()
     play = env.step
+
+    def closed() -> None:
+        raise RuntimeError("the simulator does not answer")
 
     def step(action: Any) -> Any:
         is_due = next(taken) >= steps and not (marker and Path(marker).exists())
@@ -36,6 +39,7 @@ def make(kind: str, steps: int = 50, marker: str = "") -> gymnasium.Env[Any, Any
         elif is_due and kind == "segfault":
             os.kill(os.getpid(), signal.SIGSEGV)
         elif is_due and kind == "raise":
+            env.close = closed  # type: ignore[method-assign]
             raise RuntimeError("the simulator is out of order")
         elif is_due and kind == "exhaust":
             raise MemoryError("std::bad_alloc")

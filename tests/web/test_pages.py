@@ -8,6 +8,8 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,6 +139,27 @@ def test_what_changes_is_sent(client: Redis, visitor: Visitor) -> None:
     assert "8,123" in again["cells"]
 
 
+def test_the_history_of_a_run_that_is_watched_for_long_is_read_anew(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(client)
+    token = add_history(client, run)
+    monkeypatch.setattr(feed, "EVERY_S", 0.0)
+    monkeypatch.setattr(feed, "MOST_NEW", 3)
+    watched, lengths = feed.Feed(client, run), []
+    monkeypatch.setattr(metrics, "read", partial(_newest, metrics.read))
+    for step in range(6):
+        metrics.add(client, run, token, {"env_steps": step, "updates": step})
+        lengths.append(len(watched.look()[1].figures))
+    assert lengths[2] == lengths[0] + 2 and lengths[3] == 1 and lengths[5] == 3
+
+
+def _newest(read: Any, client: Redis, run: str, after: bytes) -> Any:
+    """Return what was added, or the newest row where all is asked for, as if the server had thinned the others out."""
+    rows, end = read(client, run, after)
+    return (rows if after != b"0-0" else rows[-1:]), end
+
+
 @pytest.mark.parametrize("end", ["\r", "\n", "\r\n", "\u2028"])
 def test_no_text_is_an_event(client: Redis, visitor: Visitor, end: str) -> None:
     """Not a figure's name, which is shown as a learner writes it."""
@@ -223,6 +246,23 @@ def test_without_a_password_nothing_is_shown(client: Redis, serve: Callable[...,
     assert visitor.get("/").code == 303
     assert visitor.log_in().code == 303
     assert run in visitor.get("/").text and "Ada" in visitor.get("/").text
+
+
+@pytest.mark.parametrize("path", ["/login", "/runs/{run}/set"])
+def test_a_form_with_a_file_or_of_any_length_is_refused(
+    client: Redis, serve: Callable[..., Visitor], path: str
+) -> None:
+    visitor = serve(password=PASSWORD, controls=True)
+    visitor.log_in()
+    path = path.format(run=make_run(client))
+    file = '--x\r\ncontent-disposition: form-data; name="a"; filename="b"\r\n\r\nhello\r\n--x--\r\n'
+    headers = {
+        "origin": f"http://localhost:{visitor.port}",
+        "content-type": "multipart/form-data; boundary=x",
+    }
+    assert visitor.send("POST", path, file, headers).code == 400
+    assert visitor.post(path, {"to": "x" * 100_000}).code == 400
+    assert visitor.post(path, {str(number): "x" for number in range(100)}).code == 400
 
 
 def test_a_login_leads_to_no_other_site(client: Redis, serve: Callable[..., Visitor]) -> None:

@@ -71,11 +71,13 @@ class Config(NetworkConfig, Prioritized):
     """Batch renormalization before every layer of actor and critics, and no target critics (CrossQ): learns from fewer
     steps and takes inputs of any scale, at more time per update. Usual: no; with policy_delay 3 and wide layers."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of the critics' hidden units left out by chance, also of the targets (DroQ). With layer_norm it keeps
-    20 updates a step stable (replay.samples_per_insert 20 * batch_size), for dear steps. Usual: 0; DroQ 0.01."""
+    """Share of the critics' hidden units left out by chance, also of the targets (DroQ); the policy then maximizes
+    the mean of the critics. With layer_norm it keeps 20 updates a step stable (replay.samples_per_insert 20 *
+    batch_size), for dear steps. Usual: 0; DroQ 0.01."""
     form: Literal["sac", "sac1"] = "sac"
-    """`sac`: the policy maximizes the minimum of the critics. `sac1` (Spinning Up's, as used by Distributed-DRL): it
-    maximizes the first critic at a fixed temperature, usually 0.2; cheaper, but overestimates more."""
+    """`sac`: the policy maximizes the minimum of the critics, with num_quantiles or dropout their mean. `sac1`
+    (Spinning Up's, as used by Distributed-DRL): it maximizes the first critic at a fixed temperature, usually 0.2;
+    cheaper, but overestimates more."""
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Config:

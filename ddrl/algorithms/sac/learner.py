@@ -26,6 +26,8 @@ from ddrl.networks.ranks import ALONE, Ranks
 from ddrl.networks.trunks import to_input
 from ddrl.types import Batch, EnvSpec
 
+LOG_ZERO = -1_000.0  # whose exponential is 0; what is saved and published is finite
+
 
 def critic_loss(
     q: Tensor, next_target_q: Tensor, next_log_prob: Tensor, n_step_return: Tensor,
@@ -139,8 +141,8 @@ def adapt_temperature(
 def set_temperature(log_temperature: Tensor, config: Any) -> None:
     """Apply the option `temperature`; a learned one continues from its value."""
     if config.temperature != "auto":
-        log_temperature.fill_(math.log(config.temperature) if config.temperature > 0 else -math.inf)
-    elif log_temperature.isinf():  # it was fixed at 0, where its gradient vanishes
+        log_temperature.fill_(math.log(config.temperature) if config.temperature > 0 else LOG_ZERO)
+    elif log_temperature <= LOG_ZERO:  # it was fixed at 0, where its gradient vanishes
         log_temperature.fill_(math.log(config.initial_temperature))
 
 
@@ -271,7 +273,7 @@ class SAC:
         num_members = 1 if self.config.form == "sac1" else self.config.num_critics
         pairs = torch.cat((features, action), dim=1)
         q = self.critics(pairs, num_members=num_members, generator=self._noise)  # [E, B, 1 or Z]
-        is_mean = self.config.num_quantiles is not None
+        is_mean = self.config.num_quantiles is not None or self.config.dropout > 0
         loss = policy_loss(q.mean(dim=(0, 2))[None] if is_mean else q[..., 0], log_prob, temperature)
         self.actor_parameters.differentiate(loss)
         self._optimizers["actor"].step()
