@@ -113,7 +113,7 @@ def submit(
     resolved = configs.load(source, {**(options or {}), **given})
     starts_learner = submission.starts_learner(learner, [resolved])
     client, num_workers = _client(), submission.num_workers_here(workers)
-    submission.check_here(resolved, num_workers, starts_learner)
+    submission.check_here(num_workers, [resolved] if starts_learner else [])
     weights = None if initial is None else str(initial)
     [run] = submission.create_all(client, resolved, 1, weights, num_workers)
     submission.prune(client)

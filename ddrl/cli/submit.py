@@ -95,7 +95,7 @@ def submit(
     with_learner = starts_learner(with_learner, [resolved])
     with server() as client:
         num_workers = num_workers_here(workers, seeds)
-        check_here(resolved, num_workers, with_learner)
+        check_here(num_workers, [resolved] if with_learner else [])
         if data is not None:
             runs = [_from_data(client, data, resolved)]
         else:
@@ -119,18 +119,23 @@ def _from_data(client: Client, folder: Path, config: configs.RunConfig) -> str:
     return submission.create_shadow(client, source, submission.config_of_data(client, source, config))
 
 
-def check_here(config: configs.RunConfig, num_workers: int, with_learner: bool) -> None:
-    """Refuse a run whose processes could not do here what they should.
+def check_here(num_workers: int, learned: Sequence[configs.RunConfig]) -> None:
+    """Refuse runs whose processes could not do here what they should.
+
+    Args:
+        num_workers: rollout processes to start.
+        learned: configs of the runs for which learners are started.
 
     Raises:
         ConfigError, StoreError: names what is lacking.
     """
-    if num_workers or with_learner:
+    if num_workers or learned:
         local.check_folder()
-    if with_learner and config.tracking:
-        from ddrl import trackers  # takes a second
+    for config in learned:
+        if config.tracking:
+            from ddrl import trackers  # takes a second
 
-        trackers.check(config)
+            trackers.check(config)
 
 
 def branch(
@@ -153,7 +158,7 @@ def branch(
         config = configs.load(tree, [*(set_ or []), *options])
         with_learner = starts_learner(with_learner, [config])
         num_workers = num_workers_here(workers)
-        check_here(config, num_workers, with_learner)
+        check_here(num_workers, [config] if with_learner else [])
         from ddrl.runs.initial_weights import learner_state
 
         state = learner_state(client, parent)
@@ -270,10 +275,9 @@ def reactivate(
     before = [store.state(client, run) for run in runs]
     if all(state.leased and not state.outcome for state in before):  # learners hold them: only follow
         with_learner, workers = with_learner or False, workers or 0
-    stored = [store.config(client, run) for run in runs]
-    with_learner, num_workers = starts_learner(with_learner, stored), num_workers_here(workers, len(runs))
-    for config in stored:
-        check_here(config, num_workers, with_learner)
+    with_learner = starts_learner(with_learner, (store.config(client, run) for run in runs))
+    num_workers = num_workers_here(workers, len(runs))
+    check_here(num_workers, [store.config(client, run) for run in runs if with_learner])
     for run in runs:
         store.reactivate(client, run, more_time_s=more_time_s)
     return num_workers, with_learner

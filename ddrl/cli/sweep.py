@@ -10,6 +10,7 @@ among the worst is stopped, and a new one goes on from the checkpoint of one of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -133,7 +134,7 @@ def sweep(
         base, folder = wanted.base({}), FOLDER / wanted.name
         num_workers = submit.num_workers_here(workers, min(wanted.parallel, wanted.trials))
         learns = submit.starts_learner(with_learner, [base])
-        submit.check_here(base, num_workers, learns)
+        submit.check_here(num_workers, [base] if learns else [])
         local.check_folder(folder)
         searched = _open(wanted, folder)
         with local.Processes(folder) as processes:
@@ -267,6 +268,7 @@ class _Search:
         for frozen in self._searched.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
             yield self._go_on(optuna.trial.Trial(self._searched, frozen._trial_id))
         while True:
+            connection.retry(self._client.ping)
             for _ in range(min(self._wanted.parallel - len(self._going), self._left())):
                 yield self._begin()
             if not self._going:
@@ -274,7 +276,7 @@ class _Search:
             # Of all, before any are compared.
             news = {run: connection.retry(partial(self._read, run)) for run in self._going}
             for run, is_new in news.items():
-                yield connection.retry(partial(self._look, run, is_new))
+                yield self._look(run, is_new)
             time.sleep(POLL_S)
 
     def _left(self) -> int:
@@ -361,10 +363,11 @@ class _Search:
         """Stop a run that lags; return a line if its trial has ended, else an empty one."""
         import optuna
 
-        trial, states, state = self._going[run], optuna.trial.TrialState, store.state(self._client, run)
+        trial, states, state = self._going[run], optuna.trial.TrialState, self._state(run)
         if is_new and not state.outcome and self._lags(run, trial):
-            change_status(self._client, run, "stopped")
             self._lagging.add(run)
+            with contextlib.suppress(InputError):  # it has ended, or the answer to the first try was lost
+                connection.retry(partial(change_status, self._client, run, "stopped"))
         if not state.ended:
             return ""
         del self._going[run]
@@ -375,6 +378,9 @@ class _Search:
         self._searched.tell(trial, value if kind == states.COMPLETE else None, kind)
         shown = "-" if value is None else duration(value) if self._wanted.metric == "time" else number(value)
         return f"trial {trial.number}: {kind.name.lower()}, {shown} ({run}, {state.outcome})"
+
+    def _state(self, run: str) -> store.RunState:
+        return connection.retry(partial(store.state, self._client, run))
 
     def _lags(self, run: str, trial: optuna.Trial) -> bool:
         """Return whether a run is to be stopped; of a population, enqueue the one that takes its place."""
@@ -387,7 +393,7 @@ class _Search:
         """Compare a run with the others; if it is among the worst, enqueue a trial that follows one of the best."""
         self._due[run] = 0
         evaluated = [one for one in self._going if one in self._recent]
-        compared = [one for one in evaluated if not store.state(self._client, one).outcome]
+        compared = [one for one in evaluated if not self._state(one).outcome]
         means = {one: statistics.fmean(self._recent[one]) for one in compared}
         order = sorted(means, key=means.__getitem__)
         num = max(1, round(QUARTER * len(order)))
@@ -395,7 +401,7 @@ class _Search:
             return False
         draw = random.Random(f"{self._wanted.seed} {run}")
         parent = draw.choice(order[-num:])
-        if checkpoints.newest_pointer(self._client, parent) is None:
+        if connection.retry(partial(checkpoints.newest_pointer, self._client, parent)) is None:
             return False
         followed, search = self._going[parent], self._wanted.search
         params = {name: _perturbed(followed.params[name], search[name], draw) for name in search}

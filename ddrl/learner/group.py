@@ -36,7 +36,7 @@ MOST_PENDING_BYTES = 128 * 1024**2  # of a follower's entries that wait to be ad
 class Leading:
     """The leader's side of the rounds; of a learner that is alone it does nothing.
 
-    A rank that does not report an entry within `learner.rank_timeout_s` is lost.
+    A rank that does not report an entry within `learner.rank_timeout_s`, though it is asked, is lost.
 
     Args:
         core: the leader's.
@@ -50,6 +50,7 @@ class Leading:
         self._core, self._ranks = core, core.ranks
         self._reports: dict[bytes, dict[str, Any]] = {}  # what other ranks say of entries, by id
         self._timeout_s, self._waited_since = core.config.learner.rank_timeout_s, math.inf
+        self._num_asked = 0  # since then
         self.leaving = False
         self._admitted: list[str] = []
         self._oldest: list[bytes] = []
@@ -64,8 +65,10 @@ class Leading:
         if (found := self._reports.get(entry.entry_id)) is not None or not entry.rank:
             self._waited_since = math.inf
             return found or {}
-        self._waited_since = min(self._waited_since, time.monotonic())
-        if time.monotonic() - self._waited_since > self._timeout_s:
+        if self._waited_since == math.inf:
+            self._waited_since, self._num_asked = time.monotonic(), 0
+        # What a rank has told may be of before, and an update may take longer.
+        if time.monotonic() - self._waited_since > self._timeout_s and self._num_asked > 1:
             raise RankLostError(f"rank {entry.rank} does not report entry {entry.entry_id.decode()}")
         return None
 
@@ -86,8 +89,7 @@ class Leading:
             RankLostError: a follower is lost, or has other parameters.
         """
         admitted, self._admitted = self._admitted, []
-        if "chosen" in orders:
-            self._waited_since = math.inf  # an update may take longer
+        self._num_asked += 1
         message = {"until": until.decode(), "admitted": admitted, **orders}
         reports = [json.loads(data) for data in self._ranks.exchange(json.dumps(message).encode())[1:]]
         for report in reports:
@@ -181,6 +183,8 @@ def merged(states: Sequence[Tensors]) -> dict[str, torch.Tensor]:
 
     Of an entry that several name, the last one's priorities count.
     """
+    if len(states) == 1:
+        return dict(states[0])
     parts: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}  # entry, items, priority of each
     for state in states:
         entry, items, priority = (state[REPLAY + name] for name in ("entry", "items", "priority"))

@@ -74,7 +74,6 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
         self._num_missed = 0  # groups in a row
         self._group: Group | None = None  # that it leads, and when it was formed, by the server's clock
         self._formed_s = 0.0
-        self._takes_in = False  # a learner that was not in the group before
         self._store: Any = None  # where the group meets; None: the leader is alone
         self._before = time.monotonic(), 0, 0.0
         self._num_calls, self._moved_at = 0, 0.0
@@ -159,20 +158,21 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
     def form(self, token: int, config: RunConfig, stop: threading.Event) -> Ranks:
         """Form a group with the learners that are there, as many as the run wants; `complete` comes next.
 
-        After a loss only with those of the group before: one that dies again and again would keep them from learning.
+        After a group that never began only with the others of it: one that dies again and again while it restores the
+        run would keep them from learning.
 
         Args:
             token: of the leader's lease.
             config: the run's.
             stop: ends the waiting.
         """
-        before = None if self._group is None or self._takes_in else {*self._group.members}
+        before = None if self._group is None or self._group.is_ready else self._group.members
         self._group = self._store = self.core = None
-        self._takes_in = False
         self._away_until = 0.0
         if (member := self._begin(config)) is None:
             return ALONE
         client, run, wanted = self._client, self._run, config.learner.num_learners
+        most = wanted if before is None else len(before)
         group = Group(token=token, number=secrets.token_hex(8), wanted=wanted, members=[self.id])
         since_s = learners.form(client, run, group)
         pointer = checkpoints.newest_pointer(client, run)
@@ -183,7 +183,7 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
             found.pop(self.id, None)
             others = [name for name, one in sorted(found.items()) if one.versions == member.versions]
             others = [name for name in others if before is None or name in before]
-            if len(others) >= wanted - 1 or time.monotonic() >= deadline or stop.is_set():
+            if len(others) >= most - 1 or time.monotonic() >= deadline or stop.is_set():
                 break
             time.sleep(POLL_S)
         for one in found.values():
@@ -215,24 +215,29 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
             stop: ends the waiting.
 
         Raises:
-            RankLostError: one has left, or is not ready in time, or another learner leads.
+            RankLostError: one has left, or is not ready in time, or this one does not lead any more.
         """
         self.core, client, run, group = core, self._client, self._run, self._group
-        if self._store is None or group is None:
+        if group is None:
             return
-        deadline, waiting = time.monotonic() + READY_S, {*group.members[1:]}
-        while waiting:
-            ready = {name for name in waiting if self._store.check([f"ready/{group.members.index(name)}"])}
-            waiting -= ready
-            gone = waiting - learners.alive(client, run).keys() if time.monotonic() < deadline else waiting
+        deadline, others = time.monotonic() + READY_S, {*group.members[1:]}
+        while waiting := {name for name in others if not self._is_ready(group.members.index(name))}:
+            gone = others - learners.alive(client, run).keys()
+            if time.monotonic() > deadline:
+                gone |= waiting
             if gone or stop.is_set() or learners.formed(client, run) != group:
                 self._group = replace(group, members=[name for name in group.members if name not in gone])
-                raise RankLostError("a learner of the group has left before it was ready")
+                text = "a learner of the group has left before it was ready"
+                raise RankLostError(text if gone else "this learner leads no more")
             time.sleep(POLL_S)
         self._group = replace(group, is_ready=True)
-        learners.form(client, run, self._group)
-        address, timeout_s = group.address, core.config.learner.rank_timeout_s
-        core.ranks.join(self._store, address=address, timeout_s=timeout_s, device=core.device)
+        if self._store is not None:
+            learners.form(client, run, self._group)
+            address, timeout_s = group.address, core.config.learner.rank_timeout_s
+            core.ranks.join(self._store, address=address, timeout_s=timeout_s, device=core.device)
+
+    def _is_ready(self, rank: int) -> bool:
+        return bool(self._store.check([f"ready/{rank}"]))
 
     def is_wanted(self) -> bool:
         """Return whether a learner of the same versions waits that the group should take in."""
@@ -240,9 +245,7 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
         if group is None or len(group.members) >= group.wanted:
             return False
         found = learners.alive(self._client, self._run, since_s=self._formed_s).items()
-        others = (one for name, one in found if name not in group.members)
-        self._takes_in = any(one.versions == self.versions for one in others)
-        return self._takes_in
+        return any(one.versions == self.versions for name, one in found if name not in group.members)
 
     # --- the followers' side -----------------------------------------------------------------------------
 
@@ -282,7 +285,7 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
             self._follow(config, member, group, ranks, stop)
             log.info("the group of %s has ended", run)
         except (RankLostError, StoreError) as error:
-            log.warning("%s: %s", run, error)
+            log.warning("%s: %s", run, str(error))
         finally:
             self.core = None
         self._seen = group.number  # not after an outage of the server: the leader may still wait

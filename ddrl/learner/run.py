@@ -178,16 +178,16 @@ def learn(
                 outage.note(error)
                 stop.wait(RETRY_S)
             except _RegroupError as error:
-                log.info("%s: %s; forms a new group", run, error)
+                log.info("%s: %s; forms a new group", run, str(error))  # a record must not keep its traceback
                 is_kept = not stop.is_set()
             except (*LOST, _WentBackError) as error:
                 if token is None:  # no lease was taken: the run is unknown here and has no local checkpoint
                     raise
-                log.warning("%s; restoring the run", error)
+                log.warning("%s; restoring the run", str(error))
                 claim = replace(claim, take_over=False, is_again=True, holder="")
             finally:
                 if token is not None and not is_kept:
-                    with leases.kept(run, token):
+                    with leases.kept(run, token), logs.sending(run, f"learner {socket.gethostname()}"):
                         held.close()
                     with contextlib.suppress(*connection.OUTAGES):  # else the lease expires
                         leases.release(client, run, token)
@@ -310,7 +310,7 @@ class _Attempt:
         client, run = self._client, self._run = claim.client, claim.run
         self._folder, self._peer, self._token = claim.folder, claim.peer, token
         self._interrupted, self._outage = interrupted, outage
-        self._regroup, self._began_at = "", time.monotonic()  # why the group ends
+        self._regroup, self._began_at = "", 0.0  # why the group ends
         self._record = local_checkpoints.record(client, run)
         self._config = runs.config(client, run)
         self._config_version = int(self._record.state.get("config_version", 0))
@@ -370,16 +370,14 @@ class _Attempt:
         try:
             runs.mirror(self._client, self._run, self._token, self._config)
             local_checkpoints.restore_newer(self._client, self._run, self._token, self._folder)
-            if self._reads and runs.status(self._client, self._reads) is None:
-                raise StoreError(
-                    f"run {self._run}: learns from {self._reads}, which is not on the server any more"
-                )
+            self._find_source()
             self._wire()
             self._learner.publisher.pinned = self._evaluations.pinned
             self._learner.restore()
             self._is_restored = True
             self._check_memory()
             self._peer.complete(self._learner.core, self._interrupted)
+            self._began_at = time.monotonic()
             log.info("learns %s on %s", self._run, set_up(self._config.learner))
         except (LeaseLostError, *LOST, *connection.OUTAGES):
             raise
@@ -389,6 +387,20 @@ class _Attempt:
             self._set_status("failed", str(error))
             artifacts.complete(self._client, self._run, self._token, self._folder)
             raise
+
+    def _find_source(self) -> None:
+        """Wait for the run whose experience this one learns from, which a learner restores after a loss, too.
+
+        Raises:
+            StoreError: it is not there within RETURN_S.
+        """
+        until = time.monotonic() + RETURN_S
+        while self._reads and runs.status(self._client, self._reads) is None:
+            if time.monotonic() >= until:
+                text = f"learns from {self._reads}, which is not on the server any more"
+                raise StoreError(f"run {self._run}: {text}")
+            if self._interrupted.wait(POLL_S):
+                break
 
     def _wire(self) -> None:
         config, run, client, token = self._config, self._run, self._client, self._token

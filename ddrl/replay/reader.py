@@ -272,6 +272,7 @@ class Reader:
         """Stop within one blocking read."""
         self._stopping.set()
         self._thread.join(timeout=2 * BLOCK_MS / 1e3)
+        self.error = None  # whose traceback refers to this reader, and so to the replay
 
     def take(self, for_s: float) -> Iterator[Decoded]:
         """Yield decoded entries in the order of the stream; after `for_s` no more, but at least one if there is any.

@@ -457,16 +457,11 @@ class Replay:
         return np.concatenate([*held, np.empty(0, np.float32)])
 
     def close(self) -> None:
-        """Stop the threads, and free what is held; `state` and what is counted stay, nothing can be drawn any more.
-
-        Whatever still refers to this replay, the next one of the process needs the memory.
-        """
+        """Stop the threads; later draws do without."""
         self._ahead.clear()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool, self._depth = None, 0
-        for held in (self.rows, self._items, self._steps):
-            held.free()
 
     # --- pace and figures -------------------------------------------------------------------------------------------
 

@@ -185,10 +185,6 @@ class Ring:
         self._len -= num_rows
         self._tail = (self._tail + num_rows) % self.num_slots
 
-    def free(self) -> None:
-        """Free the columns; what is counted stays, and nothing can be read any more."""
-        self.columns.clear()
-
     def slots(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the slots of rows held, same shape; not checked."""
         return self.wrapped(numbers + (self._tail - self.first))
@@ -305,11 +301,6 @@ class DenseRows:
         """Drop the oldest rows: whole blocks only."""
         self.ring.drop(num_rows)
 
-    def free(self) -> None:
-        """Free all memory; nothing can be read any more."""
-        self.ring.free()
-        self._pool = ArrayPool()
-
     def plan(self, rows: NDArray[np.int64]) -> Callable[[], NDArray[Any]]:
         """Read rows held [...], not checked; the result returns the stacks that end with them, [..., *I].
 
@@ -393,13 +384,6 @@ class CompressedRows:
         for number in range(self._first_chunk, first):
             self._chunk_bytes -= len(self._chunks.pop(number))
         self._first_chunk = first
-
-    def free(self) -> None:
-        """As `DenseRows.free`."""
-        self.ring.free()
-        self._pool = ArrayPool()
-        self._chunks.clear()
-        self._chunk_bytes = 0
 
     def plan(self, rows: NDArray[np.int64]) -> Callable[[], NDArray[Any]]:
         """As `DenseRows.plan`, but decompressed in the call of the result, which may come from another thread."""

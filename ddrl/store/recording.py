@@ -164,27 +164,30 @@ def restore(
     """
     about = _described(folder)
     run = str(about["run"])
-    while runs.status(client, run) is not None:
+    while True:
+        if runs.status(client, run) is None:
+            config, spaces = _config(folder, about)
+            nobody, versions = (runs.NOBODY, runs.NOBODY), about["versions"]
+            runs.create(client, config, spaces, queues=nobody, versions=versions, run=run)
         state = runs.state(client, run)
         if state.reason != RECORDED:
-            raise StoreError(
-                f"{folder}: its run {run} is on this server; `ddrl learner --shadow {run}` learns from what that has, "
-                "`ddrl delete` (without --files) makes room for the recording"
-            )
-        if not state.leased:
-            if state.appended_steps:
-                return run
+            if state.ended or state.reads or state.queue != runs.NOBODY:
+                raise StoreError(
+                    f"{folder}: its run {run} is on this server; `ddrl learner --shadow {run}` learns from what that "
+                    "has, `ddrl delete` (without --files) makes room for the recording"
+                )
+            runs.set_status(client, run, "stopped", RECORDED)  # it is new, of this command or of another one
+        elif state.appended_steps and not state.leased:
+            return run
+        elif (token := leases.acquire(client, run, host="-", folder=str(folder.resolve()))) is None:
+            time.sleep(POLL_S)  # another command has it, or a learner, which ends
+        else:
+            runs.complete(client, run, token)
+            if not client.exists(keys.experience(run)):
+                break
+            leases.release(client, run, token)
             runs.delete(client, run)  # of a command that was killed
-        time.sleep(POLL_S)
-    config, spaces = _config(folder, about)
-    runs.create(
-        client, config, spaces, queues=(runs.NOBODY, runs.NOBODY), versions=about["versions"], run=run
-    )
-    # By force, as a learner may have seen the new run. It is held until all is there, see above.
-    token = leases.acquire(client, run, host="-", folder=str(folder.resolve()), force=True) or 0
     try:
-        runs.set_status(client, run, "stopped", RECORDED)
-        runs.complete(client, run, token)
         with leases.kept(run, token):
             _append(client, run, folder, on_bytes)
     except BaseException:

@@ -67,6 +67,8 @@ def following(config: RunConfig, run: str, folder: Path) -> Iterator[None]:
         folder: the run's.
     """
     stop = Event()
+    if config.tracking:
+        folder.mkdir(parents=True, exist_ok=True)
     threads = [
         Thread(target=_follow, args=(name, run, folder, stop), name=name, daemon=True)
         for name in config.tracking

@@ -185,7 +185,7 @@ def test_ctrl_c_stops_all_runs_and_a_resumed_one_obeys_its_changed_settings(
         text = command.text()
         assert "0 of 2 solved" in text and "Traceback" not in text
         assert f"continue with `ddrl resume {' '.join(names)}`" in text
-        assert not any(map(is_alive, children))
+        processes.until(lambda: not any(map(is_alive, children)))
         assert [runs.status(client, run) for run in names] == ["stopped", "stopped"]
         assert all(ledger.audit(client, run).is_balanced for run in names)
 

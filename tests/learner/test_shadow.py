@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from support.processes import Processes
 from support.store import end
 
 from ddrl.config import ConfigError
+from ddrl.learner import run as run_module
 from ddrl.runs import submit
 from ddrl.store import keys, ledger, quarantine, runs
 
@@ -83,11 +85,23 @@ def test_what_a_shadow_cannot_be_is_refused(server) -> None:
     assert other.dead == []
 
 
-def test_a_shadow_whose_source_is_gone_fails(server, learn: Any) -> None:
+def test_a_shadow_waits_for_its_source_and_fails_if_it_is_gone(server, learn: Any, monkeypatch) -> None:
+    """As after a loss of the server, from which another learner restores the source."""
     source = Run(server, endless_config())
     other = shadow(source)
     end(source.client, source.id)
+    for key in (keys.state(source.id), keys.spec(source.id)):
+        source.client.rename(key, f"{key}:away")
+    learning = learn(other)
+    until(lambda: other.state.leased)
+    time.sleep(1.0)
+    for key in (keys.state(source.id), keys.spec(source.id)):
+        source.client.rename(f"{key}:away", key)
+    until(lambda: other.index.latest >= 0)
+    learning.end()
+    assert learning.error is None and not other.state.ended
     source.client.delete(keys.state(source.id), keys.spec(source.id))
+    monkeypatch.setattr(run_module, "RETURN_S", 0.5)
     learning = learn(other)
     learning.thread.join(60.0)
     assert other.state.status == "failed" and f"{source.id}, which is not on the server" in str(
