@@ -373,7 +373,7 @@ class _Search:
         del self._going[run]
         value = self._value(state)
         kind = states.FAIL if value is None else states.COMPLETE
-        if run in self._lagging:
+        if run in self._lagging and state.outcome == "stopped":
             kind = states.PRUNED
         self._searched.tell(trial, value if kind == states.COMPLETE else None, kind)
         shown = "-" if value is None else duration(value) if self._wanted.metric == "time" else number(value)

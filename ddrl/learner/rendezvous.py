@@ -228,7 +228,7 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
             if gone or stop.is_set() or learners.formed(client, run) != group:
                 self._group = replace(group, members=[name for name in group.members if name not in gone])
                 text = "a learner of the group has left before it was ready"
-                raise RankLostError(text if gone else "this learner leads no more")
+                raise RankLostError(text if gone else "this learner does not lead it any more, or ends")
             time.sleep(POLL_S)
         self._group = replace(group, is_ready=True)
         if self._store is not None:

@@ -598,7 +598,10 @@ class _Attempt:
         """Set the status, which stops play, save everything, evaluate, write the folder."""
         learner, error, is_lockstep = self._learner, self._error, self._config.learner.lockstep
         if isinstance(error, (LeaseLostError, *LOST)):
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame, and so to the replay
         if isinstance(error, NotFiniteError):
             error = self._go_back(error)
         if isinstance(error, RankLostError):
@@ -627,7 +630,10 @@ class _Attempt:
         self._evaluations.finish(status, env_steps=shared.env_steps, updates=shared.updates)
         artifacts.complete(self._client, self._run, self._token, self._folder)
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error
         log.info("%s: %s", self._run, status)
         return status
 

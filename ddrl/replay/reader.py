@@ -283,7 +283,10 @@ class Reader:
         until = time.monotonic() + for_s
         error = self.error  # read first: whatever was decoded before it is then seen below
         if error is not None and not self._decoded:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
         while self._decoded and (report := self._report(self._decoded[0])) is not None:
             decoded = self._decoded.popleft()
             try:

@@ -264,9 +264,9 @@ def keep_running(
             return
         for run in [error.run] if error.run is not None else runs:
             with contextlib.suppress(*connection.UNREACHABLE):
-                if store.state(client, run).leased:  # by the one that has just died, perhaps
-                    time.sleep(2 * leases.TTL_MS / 1e3)
-                state = store.state(client, run)
+                until = time.monotonic() + 2 * leases.TTL_MS / 1e3
+                while (state := store.state(client, run)).leased and error.run and time.monotonic() < until:
+                    time.sleep(POLL_S)  # the one that has just died may have held it
                 if not state.leased and not state.ended:
                     store.set_status(client, run, "failed", str(error))
                     finish(client, run)

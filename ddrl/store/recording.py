@@ -171,22 +171,23 @@ def restore(
             runs.create(client, config, spaces, queues=nobody, versions=versions, run=run)
         state = runs.state(client, run)
         if state.reason != RECORDED:
-            if state.ended or state.reads or state.queue != runs.NOBODY:
+            if state.outcome or state.reads or state.appended_steps or state.queue != runs.NOBODY:
                 raise StoreError(
                     f"{folder}: its run {run} is on this server; `ddrl learner --shadow {run}` learns from what that "
                     "has, `ddrl delete` (without --files) makes room for the recording"
                 )
-            runs.set_status(client, run, "stopped", RECORDED)  # it is new, of this command or of another one
+            runs.set_status(client, run, "stopped", RECORDED)  # it is new, of this command or another one
         elif state.appended_steps and not state.leased:
             return run
         elif (token := leases.acquire(client, run, host="-", folder=str(folder.resolve()))) is None:
             time.sleep(POLL_S)  # another command has it, or a learner, which ends
         else:
             runs.complete(client, run, token)
-            if not client.exists(keys.experience(run)):
-                break
-            leases.release(client, run, token)
-            runs.delete(client, run)  # of a command that was killed
+            if runs.state(client, run).appended_steps:  # by now
+                leases.release(client, run, token)
+                return run
+            client.unlink(keys.experience(run), keys.producers(run))  # of a command that was killed
+            break
     try:
         with leases.kept(run, token):
             _append(client, run, folder, on_bytes)

@@ -67,8 +67,6 @@ def following(config: RunConfig, run: str, folder: Path) -> Iterator[None]:
         folder: the run's.
     """
     stop = Event()
-    if config.tracking:
-        folder.mkdir(parents=True, exist_ok=True)
     threads = [
         Thread(target=_follow, args=(name, run, folder, stop), name=name, daemon=True)
         for name in config.tracking
@@ -99,6 +97,7 @@ def _follow(name: str, run: str, folder: Path, stop: Event) -> None:
         new = records.read(client, run, ends)
         if not new.state.first_step_s:  # from which times count
             return
+        folder.mkdir(parents=True, exist_ok=True)
         if not tracker:
             tracker.append(importlib.import_module(f"ddrl.trackers.{name}").Tracker(new, folder))
         tracker[0].log(rows(new))

@@ -415,7 +415,7 @@ def test_a_leader_takes_no_learner_of_other_versions_and_waits_no_longer_for_one
             assert peer.is_wanted() and formed("again", own).size == 2
             monkeypatch.setattr(learners, "TTL_S", 600.0)
             leases.release(run.client, run.id, token)  # another one leads
-            with pytest.raises(RankLostError, match="this learner leads no more"):
+            with pytest.raises(RankLostError, match="does not lead it any more"):
                 peer.complete(core, threading.Event())
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +24,7 @@ from support.store import end
 from ddrl.config import RunConfig
 from ddrl.learner import loop
 from ddrl.learner import run as run_module
+from ddrl.learner.core import Core
 from ddrl.learner.loop import Learner
 from ddrl.replay import reader
 from ddrl.store import checkpoints, connection, keys, leases, local_checkpoints, runs, weights
@@ -190,6 +193,30 @@ def test_a_standby_leaves_the_restoring_to_the_holder(run, learn, log) -> None:
     until(lambda: holder.holds_after(token) and "restored from" in log.text)
     threads = [record.threadName for record in log.records if "restored from" in record.message]
     assert threads == [holder.thread.name] and standby.thread.is_alive()
+
+
+def test_after_a_loss_the_former_replay_is_gone_before_anything_collects_it(
+    run, learn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, replays = Core.__init__, weakref.WeakSet[Any]()
+
+    def note(core: Core, *arguments: Any) -> None:
+        make(core, *arguments)
+        replays.add(core.replay)
+
+    monkeypatch.setattr(Core, "__init__", note)
+    learning = learn(run)
+    gc.disable()
+    try:
+        for _ in range(3):
+            until(lambda: learning.holds_after(0) and run.index.sizes)
+            token = run.token
+            run.client.flushall()
+            until(lambda token=token: learning.holds_after(token) and run.index.sizes)
+            until(lambda: run.client.hexists(keys.state(run.id), "needed_bytes"))
+            assert len(replays) == 1
+    finally:
+        gc.enable()
 
 
 def test_a_run_that_is_deleted_while_its_lease_is_taken_stays_deleted(

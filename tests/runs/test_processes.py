@@ -184,6 +184,7 @@ def test_a_run_goes_on_while_one_of_its_learners_does(client: Redis, script: Scr
 def test_a_run_whose_learner_keeps_dying_fails_unless_held(client: Redis, script: Script, children) -> None:
     lost, held = make_run(client), make_run(client)
     assert leases.acquire(client, held, host="test", folder="/tmp", ttl_ms=60_000) is not None
+    assert leases.acquire(client, lost, host="test", folder="/tmp") is not None  # of the one that dies
     script("sys.exit(2)")
     reports: list[str] = []
     local.start(client, children, [lost, held], workers=0, with_learner=True)
