@@ -122,14 +122,12 @@ class NetworkConfig(AlgorithmConfig):
         """
         from ddrl.networks.trunks import make_trunk
 
-        options: dict[str, Any] = {
-            "hidden_sizes": (),
-            "activation": "relu",
-            "kwargs": self.network_kwargs,
-        } | layers
-        options |= {"image_shapes": spec.image_shapes, "generator": generator}
-        options["is_stack"] = spec.frame_stack > 1 and len(spec.input_shape) == 3
-        return make_trunk(self.network, spec.input_shape, **options)
+        shape, images = spec.input_shape, spec.image_shapes
+        options = {"hidden_sizes": (), "activation": "relu", "kwargs": self.network_kwargs} | layers
+        is_stack = spec.frame_stack > 1 and len(shape) == 3
+        return make_trunk(
+            self.network, shape, image_shapes=images, is_stack=is_stack, generator=generator, **options
+        )
 
     def check_network(self, spec: EnvSpec, **layers: Any) -> None:
         """Refuse observations that the network cannot take, as `make_trunk`; `mlp` is checked without torch.

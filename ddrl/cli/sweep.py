@@ -273,7 +273,7 @@ class _Search:
                 yield self._begin()
             if not self._going:
                 return
-            # Of all, before any are compared.
+            # All runs are read before any are compared.
             news = {run: connection.retry(partial(self._read, run)) for run in self._going}
             for run, is_new in news.items():
                 yield self._look(run, is_new)

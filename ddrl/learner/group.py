@@ -67,7 +67,7 @@ class Leading:
             return found or {}
         if self._waited_since == math.inf:
             self._waited_since, self._num_asked = time.monotonic(), 0
-        # What a rank has told may be of before, and an update may take longer.
+        # Its newest report may be older than this wait, and an update may last longer than the time-out.
         if time.monotonic() - self._waited_since > self._timeout_s and self._num_asked > 1:
             raise RankLostError(f"rank {entry.rank} does not report entry {entry.entry_id.decode()}")
         return None

@@ -97,8 +97,8 @@ def _follow(name: str, run: str, folder: Path, stop: Event) -> None:
         new = records.read(client, run, ends)
         if not new.state.first_step_s:  # from which times count
             return
-        folder.mkdir(parents=True, exist_ok=True)
         if not tracker:
+            folder.mkdir(parents=True, exist_ok=True)
             tracker.append(importlib.import_module(f"ddrl.trackers.{name}").Tracker(new, folder))
         tracker[0].log(rows(new))
         ends = new.ends

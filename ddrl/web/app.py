@@ -45,11 +45,8 @@ HERE = Path(__file__).parent
 LOG_LINES, JOURNAL_ROWS, EVALUATION_ROWS, EPISODE_ROWS = 200, 50, 12, 10
 MOST_FILMS, MOST_MADE = 8, 100  # kept
 MOST_EPISODES = 10_000  # of an evaluation
-SMALL: dict[str, int] = {
-    "max_files": 0,
-    "max_fields": 10,
-    "max_part_size": 65_536,
-}  # a form; 400 if it is larger
+# Limits of a form; the answer to a larger one is 400.
+SMALL: dict[str, int] = {"max_files": 0, "max_fields": 10, "max_part_size": 65_536}
 SORTED = {"age": "created_s", "return": "return_mean", "steps": "env_steps", "status": "status", "env": "env"}
 WRONG_S = 1.0  # before the answer to a wrong password
 PING_S = 15.0  # between two signs of life
