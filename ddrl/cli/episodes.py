@@ -98,9 +98,7 @@ def replay(
         if wanted in NAMED:
             known = _chosen(found, 1, wanted == "best", wanted == "worst")
         else:
-            known = [one for one in found if not slash or one.name == wanted]
-            # Each goes on where the one before it ended.
-            known.sort(key=lambda one: (one.producer, one.lane, one.begin))
+            known = module.in_order(one for one in found if not slash or one.name == wanted)
         if not known:
             what = f"{run}/{wanted}: this episode is not in the stream any more, or never was" if slash else (
                 f"{run}: the stream holds no whole episode"

@@ -80,11 +80,8 @@ def write_minari(
         buffers = []
 
     found = [*episodes.read(client, run)]
-    if not (known := [episode for episode in found if episode.seeded is not None]):
+    if not (known := episodes.in_order(one for one in found if one.seeded is not None)):
         raise StoreError(f"run {run}: the stream holds no whole episode that can be played from its seed")
-    known.sort(
-        key=lambda one: (one.producer, one.lane, one.begin)
-    )  # each goes on where the one before it ended
     try:
         with episodes.Replayer(client, run) as replayer:
             for episode in known:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -101,6 +101,11 @@ def read(client: Redis, run: str) -> Iterator[Episode]:
     for entry, header, columns in headers(client, run, COLUMNS):
         if len(columns) == len(COLUMNS):  # earlier versions recorded no seeds
             yield from _read(known[entry.producer], entry, header, columns)
+
+
+def in_order(found: Iterable[Episode]) -> list[Episode]:
+    """Return episodes sorted so that each goes on where the one before it ended, for a `Replayer`."""
+    return sorted(found, key=lambda one: (one.producer, one.lane, one.begin))
 
 
 def _read(

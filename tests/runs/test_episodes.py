@@ -170,7 +170,7 @@ def test_a_minari_dataset_has_what_the_environment_gave(
     monkeypatch.chdir(tmp_path)
     run = played(server.client, KINDS[kind][1], **KINDS[kind][0])
     report = commands.call_json("export", run, "--minari", "toy/made-v0")
-    found = sorted(episodes.read(server.client, run), key=lambda one: (one.producer, one.lane, one.begin))
+    found = episodes.in_order(episodes.read(server.client, run))
     dataset = minari.load_dataset("toy/made-v0")
     assert dataset.total_episodes == report["episodes"] == len(found)
     assert dataset.total_steps == report["steps"] == sum(one.length for one in found)
