@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from ddrl import config, envs
 from ddrl.algorithms import base
-from ddrl.stacking import FrameStack
+from ddrl.envs.frame_stack import FrameStack
 torch.set_num_threads(1)
 settings = config.load(sys.argv[1])
 spec = envs.describe(settings.env)

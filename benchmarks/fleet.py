@@ -45,9 +45,9 @@ def learn(run: str) -> None:
 
     ticks: list[tuple[float, float, int]] = []  # wall time, processor time, messages sent
 
-    def tick(dispatcher: fleet.Dispatcher) -> int:
+    def tick(dispatcher: fleet.Dispatcher, admitted: int = 0) -> int:
         wall, processor = time.perf_counter(), time.thread_time()
-        sent = original(dispatcher)
+        sent = original(dispatcher, admitted)
         ticks.append((time.perf_counter() - wall, time.thread_time() - processor, sent))
         return sent
 
@@ -56,7 +56,7 @@ def learn(run: str) -> None:
         interrupt.set()
 
     original = fleet.Dispatcher.tick
-    fleet.Dispatcher.tick = tick  # type: ignore[assignment, method-assign]
+    fleet.Dispatcher.tick = tick  # type: ignore[method-assign]
     interrupt, begun = runner.handle_signals(), time.perf_counter()
     threading.Thread(target=interrupt_at_end_of_input, daemon=True).start()
     runner.learn(connection.connect(), run, Path(os.environ["DDRL_BENCH_FOLDER"]), interrupt)

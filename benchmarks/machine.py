@@ -102,7 +102,7 @@ def figure(code: str, *arguments: object, environment: dict[str, str], core: int
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
         preexec_fn=lambda: os.sched_setaffinity(0, {core}),

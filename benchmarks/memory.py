@@ -67,7 +67,7 @@ def main() -> None:
                     print(
                         f"| {time.monotonic() - started:.0f} | {sizes[-1]:.1f} | {usage / MEBI:.2f} "
                         f"| {settings.replay.max_bytes / MEBI:.2f} | {state.appended_steps} "
-                        f"| {state.appended_bytes / MEBI:.1f} | {int(client.hget(keys.state(run), 'full') or 0)} |",
+                        f"| {state.appended_bytes / MEBI:.1f} | {state.full} |",
                         flush=True,
                     )
                 runs.set_status(client, run, "stopped", "measured")

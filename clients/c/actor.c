@@ -17,7 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { N = 8, MOST_T = 64, O = 4, ACTIONS = 2, LAYERS = 8, COLUMNS = 11, OVERHEAD = 128, LIMIT = 500 };
+enum { N = 8, MOST_T = 64, O = 4, ACTIONS = 2, LAYERS = 8, WIDTH = 4096, COLUMNS = 11, OVERHEAD = 128, LIMIT = 500 };
 
 static void fail(const char *format, ...) {
   va_list args;
@@ -87,7 +87,7 @@ static int add_layer(const char *of) {
   int shape[2], i = policy.num_layers;
   snprintf(name, sizeof name, "%s.weight", of);
   float *given = tensor(name, shape);
-  if (!given || i == LAYERS) return 0;
+  if (!given || i == LAYERS || shape[0] > WIDTH || (i && shape[1] != policy.sizes[i])) return 0;
   policy.weight[i] = realloc(policy.weight[i], 4ul * shape[0] * shape[1]);
   for (int k = 0; k < shape[0] * shape[1]; k++) policy.weight[i][k % shape[1] * shape[0] + k / shape[1]] = given[k];
   policy.sizes[i] = shape[1], policy.sizes[i + 1] = shape[0];
@@ -105,12 +105,13 @@ static void load(long version, const char *data, size_t length) {
   int shape[2], known = policy.num_layers && add_layer("head.advantage");
   float *epsilon = tensor("epsilon", shape);
   if (!known || !epsilon || policy.sizes[0] != O || policy.sizes[policy.num_layers] != ACTIONS)
-    fail("version %ld: its network is not a DQN's of %d inputs and %d actions", version, O, ACTIONS);
+    fail("version %ld: its network is not a DQN's of %d inputs, %d actions and layers of up to %d", version, O, ACTIONS,
+         WIDTH);
   policy.epsilon = *epsilon;
 }
 
 static int64_t act(const float *row) {
-  static float buffers[2][4096];
+  static float buffers[2][WIDTH];
   const float *in = row;
   if (drand48() < policy.epsilon) return lrand48() % ACTIONS;
   for (int layer = 0; layer < policy.num_layers; layer++) {
@@ -229,8 +230,11 @@ static redisReply *ask(int argc, const char **argv, const size_t *lengths) {
   }
   reply = server && !server->err ? redisCommandArgv(server, argc, argv, lengths) : NULL;
   if (reply && reply->type != REDIS_REPLY_ERROR) return reply;
-  int comes_back = !reply || !strncmp(reply->str, "NOSCRIPT", 8) || !strncmp(reply->str, "LOADING", 7) ||
-                   !strncmp(reply->str, "OOM", 3) || !strncmp(reply->str, "BUSY", 4);
+  static const char *passing[] = {"NOSCRIPT", "LOADING",    "OOM",        "BUSY",     "MISCONF",
+                                  "READONLY", "NOREPLICAS", "MASTERDOWN", "UNBLOCKED"};
+  int comes_back = !reply;
+  for (size_t i = 0; reply && i < sizeof passing / sizeof *passing; i++)
+    comes_back |= !strncmp(reply->str, passing[i], strlen(passing[i]));
   if (!comes_back) fail("the server refuses %s: %s", argv[0], reply->str);
   if (reply || !server) freeReplyObject(reply);
   else redisFree(server), server = NULL, is_ready = 0;
@@ -258,6 +262,28 @@ static const char *field(const char *run, const char *of, const char *name) {
   snprintf(key, sizeof key, "ddrl:{%s}:%s", run, of);
   last = get(3, "HGET", key, name);
   return last->type == REDIS_REPLY_STRING ? last->str : "";
+}
+
+/* Return what follows a name in a text, "" if it is not there. */
+static const char *after(const char *text, const char *name) {
+  const char *found = strstr(text, name);
+  return found ? found + strlen(name) : "";
+}
+
+/* Refuse a run of another network, or of smaller fragments; return the most steps of one. */
+static int longest(const char *run) {
+  char key[300];
+  snprintf(key, sizeof key, "ddrl:{%s}:spec", run);
+  redisReply *reply = get(2, "GET", key);
+  const char *spec = reply->type == REDIS_REPLY_STRING ? reply->str : "";
+  const char *activation = after(spec, "\"activation\":"), *norm = after(spec, "\"norm\":");
+  long num_envs = atol(after(spec, "\"num_envs\":")), most = atol(after(spec, "\"max_fragment_steps\":"));
+  int is_plain = (!*activation || !strncmp(activation, "\"relu\"", 6)) && (!*norm || !strncmp(norm, "\"none\"", 6));
+  if (!*after(spec, "\"algorithm\":{\"name\":\"dqn\"") || !is_plain)
+    fail("run %s: its policy is not a DQN of plain layers with ReLU", run);
+  if (num_envs < N) fail("run %s: takes fragments of %ld environments, this actor's have %d", run, num_envs, N);
+  freeReplyObject(reply);
+  return most < MOST_T ? most : MOST_T;
 }
 
 /* Wait until the run wants steps; return how many, 0 once it has ended. Its newest version goes to `version`. */
@@ -325,6 +351,7 @@ int main(int argc, char **argv) {
   if (found) snprintf(sha, sizeof sha, "%.40s", found + 11);
   if (!strstr(field(run, "state", "spaces"), "\"env_id\": \"CartPole-v1\""))
     fail("run %s: does not play CartPole-v1", run);
+  int most_T = longest(run);
   redisReply *reply = get(2, "INCR", "ddrl:producers");
   srand48(reply->integer << 16 ^ time(NULL) << 8 ^ getpid());
   unsigned long long who[4] = {reply->integer, (uint64_t)lrand48() << 16 ^ lrand48(), 0, 0}, num_steps = 0;
@@ -333,7 +360,7 @@ int main(int argc, char **argv) {
   double started = now(), reported = started;
   for (long version = -1, left = 0; left > 0 || (left = await_turn(run, &version)) > 0; who[2]++) {
     for (use(run, version); policy.version < 0; use(run, version)) version = atol(field(run, "state", "version"));
-    int T = left / N < 1 ? 1 : left / N > MOST_T ? MOST_T : left / N, is_full = 1;
+    int T = left / N < 1 ? 1 : left / N > most_T ? most_T : left / N, is_full = 1;
     double began = now();
     play(poles, T, run, who);
     double played_s = now() - began;

@@ -14,6 +14,7 @@ import ort from "onnxruntime-node";
 import { createClient, RESP_TYPES } from "redis";
 
 const [N, MOST_T, O, LIMIT, DEADLINE_MS] = [8, 64, 4, 500, 10_000];
+const PASSING = /^(NOSCRIPT|LOADING|OOM|BUSY|MISCONF|READONLY|NOREPLICAS|MASTERDOWN|UNBLOCKED)/; // what the server says
 
 function fail(text) {
   console.error(`actor: error: ${text}`);
@@ -148,7 +149,7 @@ async function ask(words, typeMapping = {}) {
     try {
       return await client.sendCommand(words, { typeMapping, timeout: DEADLINE_MS });
     } catch (error) {
-      const comesBack = !/^[A-Z]{3,} /.test(error.message) || /^(NOSCRIPT|LOADING|OOM|BUSY)/.test(error.message);
+      const comesBack = !/^[A-Z]{3,} /.test(error.message) || PASSING.test(error.message);
       if (!comesBack) fail(`the server refuses ${words[0]}: ${error.message}`);
       await sleep(500);
     }
@@ -200,6 +201,8 @@ if (!wire) fail(`run ${run}: not on this server`);
 const { format, append: sha } = JSON.parse(wire);
 if (format !== 1) fail(`run ${run}: speaks format ${format}, this actor 1; use a newer actor`);
 if (JSON.parse(await state("spaces")).env_id !== "CartPole-v1") fail(`run ${run}: does not play CartPole-v1`);
+const { env, rollout } = JSON.parse(await ask(["GET", key("spec")]));
+if (env.num_envs < N) fail(`run ${run}: takes fragments of ${env.num_envs} environments, this actor's have ${N}`);
 
 const producer = await ask(["INCR", "ddrl:producers"]), incarnation = randomInt(2 ** 47);
 const poles = Array.from({ length: N }, () => new Pole());
@@ -209,7 +212,7 @@ for (let seq = 0; ; seq++) {
   if (left <= 0) [left, version] = await awaitTurn();
   if (left <= 0) break;
   for (await use(version); policy.version < 0; await use(version)) version = Number(await state("version"));
-  const T = Math.min(MOST_T, Math.max(1, Math.floor(left / N)));
+  const T = Math.min(MOST_T, rollout.max_fragment_steps, Math.max(1, Math.floor(left / N)));
   const began = performance.now();
   const columns = await play(poles, T, seq === 0);
   const facts = { run, producer, incarnation, seq, policy_version: policy.version, host: "js", T, N };

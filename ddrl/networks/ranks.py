@@ -78,9 +78,9 @@ class Ranks:
         gloo: Any = distributed.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [gloo.create_device(hostname=address)]
         self._device, self._timeout_s = device, timeout_s
         try:
+            options._devices = [gloo.create_device(hostname=address)]
             self._group = gloo(store, self.rank, self.size, options)
             gpus = self.exchange(_gpu(device))
             if all(gpus) and len({*gpus}) == self.size:

@@ -159,6 +159,43 @@ def test_it_refuses_what_it_cannot_play(server, play: Play, change: dict[str, st
     )
 
 
+def test_it_refuses_runs_that_take_no_such_fragments(server, play: Play) -> None:
+    run = made(server, **{"env.num_envs": 4})
+    out, err = play(run.id).communicate(timeout=SLOW_S)
+    assert (out, err) == (
+        "",
+        f"actor: error: run {run.id}: takes fragments of 4 environments, this actor's have 8\n",
+    )
+
+
+def test_fragments_are_no_longer_than_the_run_takes(server, play: Play) -> None:
+    run = made(server, **{"rollout.max_fragment_steps": 20})
+    with training(run.learner()):
+        play(run.id)
+        until(lambda: len(run.entries) > 3)
+    assert run.dead == []
+
+
+@pytest.mark.parametrize("option", [{"activation": "tanh"}, {"norm": "layer"}])
+def test_an_actor_with_a_network_of_its_own_refuses_others(server, play: Play, language, option) -> None:
+    if language == "js":
+        pytest.skip("it runs ONNX files, which hold any network")
+    run = made(server, **{f"algorithm.{name}": value for name, value in option.items()})
+    out, err = play(run.id).communicate(timeout=SLOW_S)
+    line = "its policy is not a DQN of plain layers with ReLU"
+    assert (out, err) == ("", f"actor: error: run {run.id}: {line}\n")
+
+
+def test_a_network_that_is_too_wide_is_refused(server, play: Play, language: str) -> None:
+    if language == "js":
+        pytest.skip("it runs ONNX files, which hold any network")
+    run = made(server, **{"algorithm.hidden_sizes": [5000, 8]})
+    with training(run.learner()):
+        out, err = play(run.id).communicate(timeout=SLOW_S)
+    line = "its network is not a DQN's of 4 inputs, 2 actions and layers of up to 4096"
+    assert out == "" and line in err and err.count("\n") == 1
+
+
 @pytest.mark.long
 def test_a_run_is_solved_by_such_actors_alone(
     server, play: Play, language: str, processes: Processes
