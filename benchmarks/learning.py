@@ -7,8 +7,8 @@
     python benchmarks/learning.py report > docs/learning.md       # tables and plot of what is there
 
 ddrl is the whole product, `ddrl submit`: server, workers, evaluations, learner. Of both, the version with the best of
-the evaluations on the way plays 100 episodes on seeds of its own: that is the score. The evaluations of
-Stable-Baselines3 do not count in its ten minutes; those of ddrl do. Needs the extras box2d and mujoco, and
+the evaluations on the way plays 100 episodes on seeds of its own: that is the score. ddrl's are those of the product,
+20 episodes every 5 s; Stable-Baselines3 has 20 of 10 episodes, which do not count in its ten minutes; those of ddrl do. Needs the extras box2d and mujoco, and
 stable-baselines3. Progress goes to stderr.
 """
 
@@ -53,12 +53,14 @@ class Task:
             number of environments, VecNormalize, layers of both networks, and policy options.
         published: score in the zoo's benchmark.md, on the version of the environment that it has.
         steps: env steps; 0: as many as ten minutes give.
+        repeat: env steps of each action of the preset.
     """
 
     preset: str
     zoo: Settings
     published: float
     steps: int = 0
+    repeat: int = 1
 
 
 def sac(**options: Any) -> Settings:
@@ -104,9 +106,9 @@ EQUAL_STEPS = {
         published=-73.5, steps=1_000_000,
     ),
     "MountainCar-v0": Task(
-        "mountaincar",  # whose steps are 8 of the environment's
+        "mountaincar",
         ppo(envs=16, normalize=True, n_steps=16, gae_lambda=0.98, gamma=0.99, n_epochs=4, ent_coef=0.0),
-        published=-110.4, steps=1_000_000,
+        published=-110.4, steps=1_000_000, repeat=8,
     ),
     "LunarLander-v3": Task("lunar-discrete", _PPO_LANDER, published=242.1, steps=1_000_000),
     "LunarLanderContinuous-v3": Task("lunar-ppo", _PPO_LANDER, published=270.9, steps=1_000_000),
@@ -127,7 +129,7 @@ TEN_MINUTES = {
 }
 TEN_MINUTES["BipedalWalker-v3 again"] = replace(TEN_MINUTES["BipedalWalker-v3"], preset="bipedal-ppo")
 DEFAULTS = {
-    name: replace(task, preset="sac" if task.zoo["algorithm"] == "SAC" else "ppo", steps=1_000_000)
+    name: replace(task, preset="sac" if task.zoo["algorithm"] == "SAC" else "ppo", steps=1_000_000, repeat=1)
     for name, task in EQUAL_STEPS.items()
 }
 # By one algorithm or the other: what PPO does not learn, the other one may.
@@ -213,7 +215,7 @@ def read(results: Path) -> list[Row]:
 def ours(table: str, name: str, seed: int) -> Row:
     """Submit the preset of a task, or its defaults, without a target; return score and curve."""
     task = TABLES[table][name]
-    end = [f"stop.env_steps={task.steps}", "stop.time=3h"] if task.steps else [f"stop.time={SECONDS:.0f}s"]
+    end = [f"stop.env_steps={task.steps // task.repeat}", "stop.time=3h"] if task.steps else [f"stop.time={SECONDS:.0f}s"]
     config = task.preset
     if table == "defaults":
         end[1] = "stop.time=30m"
@@ -223,9 +225,12 @@ def ours(table: str, name: str, seed: int) -> Row:
     began = done.status["first_step_s"]
     return {
         "score": done.score["return_mean"],
-        "curve": [[row["time_s"] - began, row["env_steps"], row["return_mean"]] for row in done.watched],
+        "curve": [
+            [round(row["time_s"] - began, 1), row["env_steps"] * task.repeat, round(row["return_mean"], 2)]
+            for row in done.watched
+        ],
         "updates": done.summary["updates"],
-        "steps": done.summary["env_steps"],
+        "steps": done.summary["env_steps"] * task.repeat,
     }
 
 
@@ -342,7 +347,9 @@ def report(rows: list[Row]) -> str:
         f"`benchmarks/learning.py`, {len(rows)} runs; each line of its results names commit and machine, the newest",
         f"{rows[-1]['facts']}\n",
         "A score is the mean return of 100 episodes, on seeds of their own, by the version with the best of the",
-        "evaluations on the way. Cells: median of the seeds, 95 % interval of their mean (Student's t), their number.",
+        f"evaluations on the way: {' and '.join(_num_watched(rows, system) for system in SYSTEMS)} by the median. Cells:",
+        "median of the seeds, 95 % interval of their mean (Student's t), their number. Steps: those asked for, and",
+        "where time ends a run, those made by ddrl and by Stable-Baselines3, medians.",
     ]
     for table, tasks in learned(rows).items():
         lines += [
@@ -352,10 +359,26 @@ def report(rows: list[Row]) -> str:
         lines.append("|---|---|---|---|---|")
         for name, task in tasks.items():
             cells = [_cell(scores(rows, table, name, system)) for system in SYSTEMS]
-            steps = f"{task.steps:,}" if task.steps else ""
+            by_time = table in ("minutes", "defaults")
+            steps = _num_steps(rows, table, name) if by_time else f"{task.steps:,}"
             published = f"{task.published:,.1f}" if task.published == task.published else ""
             lines.append(f"| {name} | {steps} | {cells[0]} `{task.preset}` | {cells[1]} | {published} |")
     return "\n".join([*lines, "\n![Curves](learning.png)"])
+
+
+def _num_watched(rows: list[Row], system: str) -> str:
+    """Return how many evaluations a run of a system has beside the others, by the median."""
+    num = statistics.median(len(row["curve"]) for row in rows if row["system"] == system)
+    return f"{num:.0f} of {system}"
+
+
+def _num_steps(rows: list[Row], table: str, task: str) -> str:
+    """Return the env steps that each system made, by the median."""
+    cells = []
+    for system in SYSTEMS:
+        made = [row["steps"] for row in rows if (row["table"], row["task"], row["system"]) == (table, task, system)]
+        cells += [f"{statistics.median(made):,.0f}"] if made else []
+    return ", ".join(cells)
 
 
 def _cell(values: list[float]) -> str:

@@ -4,7 +4,7 @@
     python benchmarks/monitoring.py page        # `ddrl web` with five viewers of the run
     python benchmarks/monitoring.py live        # the folder and the history of a run that goes on, and MLflow
     python benchmarks/monitoring.py shadow      # a learner of another run that reads the same stream, on the other core
-    python benchmarks/monitoring.py paint       # time until a browser shows a long run, and many runs
+    PYTHONPATH=tests python benchmarks/monitoring.py paint     # time until a browser shows a long run, and many runs
 
 `configs/lunar.yaml` as shipped, without its evaluations: a learner on one core and a rollout process on another,
 at the pace of the run. In monitored rounds task events are on, Flower (on the learner's core) follows them, and the

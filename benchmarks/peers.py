@@ -73,7 +73,7 @@ def python(folder: Path, system: str) -> str:
     return str(place / "bin" / "python")
 
 
-def peer(folder: Path, system: str, what: str, seed: int = 1, threads: int = 1) -> Figures:
+def peer(folder: Path, system: str, what: str, seed: int, threads: int) -> Figures:
     """Return the figures of a peer, from a process of its own."""
     command = [
         python(folder, system),
@@ -97,7 +97,7 @@ def to_a_return(folder: Path, seeds: int) -> None:
     found: dict[str, list[Figures]] = {}
     for seed in range(1, seeds + 1):
         for system, what in (("ddrl", ""), ("Stable-Baselines3", "sb3-return"), ("RLlib", "rllib-return")):
-            figures = peer(folder, system, what, seed) if what else our_return(seed)
+            figures = peer(folder, system, what, seed, os.cpu_count() or 1) if what else our_return(seed)
             found.setdefault(system, []).append(figures)
             print(f"{system}, seed {seed}: {figures}", file=sys.stderr, flush=True)
     print(f"LunarLanderContinuous-v3 by PPO to a confirmed {TARGET:g}\n")
@@ -128,7 +128,7 @@ def equal_work(folder: Path) -> None:
     for _ in range(3):
         for threads in (1, 2):
             rates.setdefault(f"ddrl, learner.num_threads={threads}", []).append(our_rate(threads))
-            found = peer(folder, "Stable-Baselines3", "sb3-work", threads=threads)
+            found = peer(folder, "Stable-Baselines3", "sb3-work", 1, threads)
             rates.setdefault(f"Stable-Baselines3, {threads} threads", []).append(found["rate"])
     print("\nSAC on HalfCheetah-v5, 256 x 256, batch 256, an update an env step\n")
     print("| system | updates/s, median of 3 | each |\n|---|---|---|")
