@@ -7,9 +7,9 @@
     python benchmarks/learning.py report > docs/learning.md       # tables and plot of what is there
 
 ddrl is the whole product, `ddrl submit`: server, workers, evaluations, learner. Of both, the version with the best of
-the evaluations on the way plays 100 episodes on seeds of its own: that is the score. ddrl's are those of the product,
-20 episodes every 5 s; Stable-Baselines3 has 20 of 10 episodes, which do not count in its ten minutes; those of ddrl do. Needs the extras box2d and mujoco, and
-stable-baselines3. Progress goes to stderr.
+the evaluations on the way plays 100 episodes on seeds of its own: that is the score. Evaluations of ddrl are those of
+the product, 20 episodes every 5 s, and count in its ten minutes; Stable-Baselines3 has 20, of 10 episodes each, which
+do not count. Needs the extras box2d and mujoco, and stable-baselines3. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -215,7 +215,11 @@ def read(results: Path) -> list[Row]:
 def ours(table: str, name: str, seed: int) -> Row:
     """Submit the preset of a task, or its defaults, without a target; return score and curve."""
     task = TABLES[table][name]
-    end = [f"stop.env_steps={task.steps // task.repeat}", "stop.time=3h"] if task.steps else [f"stop.time={SECONDS:.0f}s"]
+    end = (
+        [f"stop.env_steps={task.steps // task.repeat}", "stop.time=3h"]
+        if task.steps
+        else [f"stop.time={SECONDS:.0f}s"]
+    )
     config = task.preset
     if table == "defaults":
         end[1] = "stop.time=30m"
@@ -347,8 +351,8 @@ def report(rows: list[Row]) -> str:
         f"`benchmarks/learning.py`, {len(rows)} runs; each line of its results names commit and machine, the newest",
         f"{rows[-1]['facts']}\n",
         "A score is the mean return of 100 episodes, on seeds of their own, by the version with the best of the",
-        f"evaluations on the way: {' and '.join(_num_watched(rows, system) for system in SYSTEMS)} by the median. Cells:",
-        "median of the seeds, 95 % interval of their mean (Student's t), their number. Steps: those asked for, and",
+        f"evaluations on the way: by the median {' and '.join(_num_watched(rows, system) for system in SYSTEMS)}.",
+        "Cells: median of the seeds, 95 % interval of their mean (Student's t), their number. Steps: those asked for;",
         "where time ends a run, those made by ddrl and by Stable-Baselines3, medians.",
     ]
     for table, tasks in learned(rows).items():
@@ -376,7 +380,11 @@ def _num_steps(rows: list[Row], table: str, task: str) -> str:
     """Return the env steps that each system made, by the median."""
     cells = []
     for system in SYSTEMS:
-        made = [row["steps"] for row in rows if (row["table"], row["task"], row["system"]) == (table, task, system)]
+        made = [
+            row["steps"]
+            for row in rows
+            if (row["table"], row["task"], row["system"]) == (table, task, system)
+        ]
         cells += [f"{statistics.median(made):,.0f}"] if made else []
     return ", ".join(cells)
 

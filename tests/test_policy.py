@@ -24,8 +24,11 @@ from ddrl.runs import submit
 from ddrl.runs.evaluation import score
 from ddrl.store import weights
 
-CONFIGS = Path("configs").resolve()
-GUIDE = re.findall(r"```python\n(from ddrl.policy .*?)```", Path("docs/guide.md").read_text(), re.DOTALL)[0]
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+GUIDE = re.findall(
+    r"```python\n(from ddrl.policy .*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL
+)[0]
 
 
 def own_network(shape: tuple[int, ...]) -> nn.Module:
@@ -59,7 +62,7 @@ class Sensitive:
 @pytest.mark.parametrize("frame_stack", [1, 3])
 def test_episodes_by_hand_are_those_evaluated(size: int, frame_stack: int) -> None:
     overrides = [f"env.frame_stack={frame_stack}", "env.reward_scale=0.25"]
-    settings = config.load("configs/cartpole-dqn.yaml", overrides)
+    settings = config.load(CONFIGS / "cartpole-dqn.yaml", overrides)
     loaded = policy.LoadedPolicy(Sensitive(size), settings, envs.describe(settings.env), "run", 1)
     lengths = []
     env: Any = envs.make_one(settings.env)

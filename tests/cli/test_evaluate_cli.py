@@ -53,6 +53,12 @@ def published(client: Redis, config: RunConfig) -> str:
     return run
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets this for its process."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture
 def run(client: Redis) -> str:
     return published(client, target_config())
@@ -415,7 +421,7 @@ def test_the_epsilon_of_the_algorithm_is_the_default(spot: str) -> None:
 
 
 def test_torch_has_one_thread_as_in_a_worker(spot: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS")
     assert "playing 1 episode\n" in commands.run("evaluate", spot, "-n", "1").err
     assert os.environ["OMP_NUM_THREADS"] == "1"
 

@@ -17,7 +17,7 @@ from support import commands
 from support.commands import call, call_json, refused
 from support.processes import ROOT, Processes, descendants, is_alive
 from support.runs import start, target_config
-from support.store import ended
+from support.store import end, ended
 
 from ddrl import config as configs
 from ddrl.cli.submit import create_all, num_workers_here, report
@@ -117,7 +117,7 @@ def test_a_submission_prunes_the_embedded_server_and_no_other(
             client = stack.enter_context(connection.connect(stack.enter_context(embedded.use())))
             assert int(client.config_get("maxmemory")["maxmemory"]) == embedded.memory_limit() > 0
             assert connection.maxmemory(client) == 0, "no run is refused for it"
-        old, young = ended(client, 31), ended(client, 29)
+        old, young = ended(client, 31), ended(client, 29, num_bytes=20_000_000)
         printed = commands.run("submit", target_file, "--detach", "--no-learner", "--workers", "0")
         said = "deleted 1 run from the server (ended more than 30 days ago); the folders stay\n"
         assert (printed.code, printed.err) == (0, said if is_embedded else "")
@@ -127,6 +127,33 @@ def test_a_submission_prunes_the_embedded_server_and_no_other(
             policy.touch()
             remedy = f"; play {policy}, or continue the run with `ddrl resume {old}`"
             assert commands.refused("status", old).endswith(remedy)
+
+
+def test_a_submission_deletes_the_oldest_runs_of_too_large_an_embedded_server(
+    home: Path, target_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(connection.URL_VARIABLE)
+    monkeypatch.setattr("ddrl.runs.prune.EMBEDDED_BYTES", 30_000_000)
+    with embedded.use() as url, connection.connect(url) as client:
+        oldest, old = (ended(client, days, num_bytes=20_000_000) for days in (2, 1))
+        commands.run("submit", target_file, "--detach", "--no-learner", "--workers", "0")
+        assert {oldest, old} - {*runs.names(client)} == {oldest}
+
+
+def test_a_submission_of_which_a_run_fails_ends_with_code_1(
+    client: Any, target_file: str, monkeypatch
+) -> None:
+    def follow(client: Any, names: list[str], *_: Any) -> bool:
+        for run, status in zip(names, ("failed", "stopped"), strict=False):
+            end(client, run, status)
+        return False
+
+    monkeypatch.setattr("ddrl.cli.submit._follow", follow)
+    for seeds, code in ((2, 1), (1, 1)):
+        done = commands.run(
+            "submit", target_file, "--seeds", f"{seeds}", "--workers", "0", "--no-learner", "--json"
+        )
+        assert done.code == code, done.err
 
 
 def test_a_failed_submission_leaves_nothing_that_goes_on(

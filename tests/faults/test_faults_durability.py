@@ -18,7 +18,7 @@ from redis import Redis, RedisError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from support.learners import in_threads
-from support.private_server import PrivateServer, require_program
+from support.private_server import PrivateServer, require_program, until
 from support.processes import EXACT
 from support.runs import start, target_config
 from support.slow_disk import slow_disk
@@ -54,6 +54,9 @@ class Clients:
         self.appended: set[tuple[int, int]] = set()
         self.published: dict[int, bytes] = {}
 
+    def have_begun(self) -> bool:
+        return bool(self.appended and self.published)
+
     def append(self) -> None:
         client = raw_client(self._server)
         who = {"producer": stream.new_producer(client, self._run), "incarnation": 1, "num_transitions": 1}
@@ -82,6 +85,7 @@ def test_a_killed_server_keeps_what_it_acknowledged(server: PrivateServer) -> No
         run = start(server.client, target_config(replay={"max_bytes": "1GB"}))
         clients = Clients(server, run)
         with in_threads(*[clients.append] * 3, clients.publish, stop=server.kill):
+            until(clients.have_begun)
             time.sleep(random.uniform(0.2, 2.5))
         server.start()
         raw = raw_client(server)

@@ -17,7 +17,7 @@ from checker.tagged import LOG_VARIABLE
 from checker.verdict import Rules, verdict
 from redis import Redis
 from support.private_server import PrivateServer, require_program
-from support.processes import EXACT, ROOT, Processes
+from support.processes import ROOT, Processes
 from support.proxy import Proxy
 from support.runs import start, target_tree
 
@@ -160,7 +160,7 @@ def recorded(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recorded", KINDS if EXACT else ["off-policy"], indirect=True)
+@pytest.mark.parametrize("recorded", KINDS, indirect=True)
 def test_history(recorded: Recorded) -> None:
     fleet, server = recorded, recorded.server
     fleet.goes_on()

@@ -138,18 +138,18 @@ def test_a_run_that_gets_fragments_is_not_paused_for_crashes(client: Redis, run:
     assert runs.status(client, run) == "paused"
 
 
-def test_it_reports_how_many_processes_played(client: Redis, run: str) -> None:
+def test_it_reports_how_many_processes_played(client: Redis, run: str, monkeypatch) -> None:
     workers.beat(client, heartbeat("a@h", 4))
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(dispatcher_module, "time", clock)
     one = dispatcher(client, run)
-    began = time.monotonic()
     one.tick()
     for _ in range(20):
-        time.sleep(0.02)
-        played_s = 3 * (time.monotonic() - began)
-        client.hset(keys.counts(run), "process_ms", round(1e3 * played_s))
+        clock.now += 0.02
+        client.hset(keys.counts(run), "process_ms", round(3e3 * clock.now))
         one.tick()
     mean = segments.active(client)[0].mean_processes
-    assert mean == pytest.approx(played_s / 30, rel=0.1)  # three, but for a moment only
+    assert mean == pytest.approx(3 * clock.now / 30, rel=0.1)  # three, but for a moment only
 
 
 @pytest.mark.parametrize(("waits", "wanted"), [(0.0, 4), (0.3, 3), (0.6, 2), (0.95, 1)])

@@ -28,7 +28,7 @@ class Match:
 
     def __init__(self, client: Redis, run: str, **evaluation: Any) -> None:
         self.client, self.run = client, run
-        config = target_config(evaluation={"timeout_s": 0.1, **evaluation})
+        config = target_config(evaluation=evaluation)
         token = leases.acquire(client, run, host="h", folder="f")
         self.token = token or int(client.hget(keys.state(run), "fence"))
         self.version = 1
@@ -83,7 +83,7 @@ def test_the_evaluation_at_the_end_takes_little_longer_than_any_before(
 ) -> None:
     """The latest version and the best one again; where someone waits who has stopped the run, only this."""
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
-    monkeypatch.setattr(of_learner, "LAST_S", 0.3)
+    monkeypatch.setattr(of_learner, "LAST_S", 60.0 if max_steps == 3 else 0.3)
     monkeypatch.setattr(match.scheduler, "_longest_s", longest_s)
     env = EnvConfig(id="support.odd_envs:Endless")
     config = RunConfig(env=env, algorithm={"name": "none"}, evaluation={"max_steps": max_steps})
@@ -272,6 +272,7 @@ def test_the_highest_mean_return_is_best(match: Match, results: list[tuple[int, 
 
 def test_an_evaluation_whose_weights_are_gone_is_given_up(match: Match, caplog) -> None:
     client, run = match.client, match.run
+    match.scheduler.apply(target_config(evaluation={"timeout_s": 0.1, "near_every_s": 0.01, "near": 0.05}))
     match.tick()
     weights.publish(client, run, match.token, version=6, blob=b"w", allowance=0, updates=0, drop=(1,))
     match.version = 6

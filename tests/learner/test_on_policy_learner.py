@@ -38,6 +38,23 @@ def append_unasked(run: Run, player: Player, *, max_steps: int) -> Fragment:
     return one
 
 
+def test_each_transition_is_learned_from_once(server) -> None:
+    run = pick_run(server, on_policy={"stale": "correct"}, algorithm={"estimator": "vtrace"})
+    learner, learned = run.learner(), []
+    update = learner.algorithm.update
+
+    def note(batch: Any) -> Any:
+        learned.append(int(batch.valid.sum()))
+        return update(batch)
+
+    learner.algorithm.update = note
+    with training(learner):
+        play_until(run, lambda: learner.shared.version >= 10, num=2)
+    learner.finish()
+    assert learner.counters.dropped == 0
+    assert sum(learned) + len(learner.replay) == learner.shared.env_steps
+
+
 def most_stale(run: Run) -> float:
     return max(row.get("max_staleness", 0.0) for row in run.rows)
 

@@ -19,6 +19,7 @@ from support.runs import target_config
 from ddrl.config import RunConfig
 from ddrl.learner import publisher
 from ddrl.store import checkpoints, stream, weights
+from ddrl.store.connection import NotConfirmedError
 
 SELDOM = {"publish_every_s": 3600, "checkpoint_every_s": 3600, "metrics_every_s": 3600}
 
@@ -197,3 +198,14 @@ def test_changed_settings_apply_while_it_learns(server) -> None:
     spaced = {version for version in range(index.latest) if version % 10 == 0}
     assert index.latest in newest and set(index.sizes) <= newest | spaced and {0, 10, 20} <= set(index.sizes)
     assert run.rows[-1]["temperature"] == 0.125
+
+
+def test_a_version_of_a_durable_run_is_published_once_the_disk_has_it(make_server) -> None:
+    server = make_server("--appendonly", "yes", "--appendfsync", "always")
+    run = Run(server, config(learner=SELDOM, durability="disk"))
+    learner = run.learner()
+    server.client.config_set("appendfsync", "no")  # nothing is confirmed from now on
+    learner.shared.weights = 1, learner._weights()
+    with pytest.raises(NotConfirmedError):
+        learner.publisher.round()
+    learner.close()

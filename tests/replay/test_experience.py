@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.reference_items import STATE_SIZE, Player
+from support.replays import admit, gather_all
 
 from ddrl import config, envs
 from ddrl.algorithms import base
 from ddrl.config import ReplayConfig, RolloutConfig
 from ddrl.replay.experience import fits_on, is_compressed, longest_fragment_steps, make_experience
 from ddrl.replay.replay import Replay
+from ddrl.replay.sequences import cut, td_errors
 from ddrl.types import EnvSpec, SequenceShape
 
 GAME = EnvSpec("game", (84, 84), "uint8", "discrete", (), (6,), frame_stack=4)
@@ -65,6 +68,31 @@ def test_recurrent_states_are_as_wide_as_the_players(recurrent: str, size: int) 
     message = rf"memory is float16\[\d+, {STATE_SIZE}\], expected float16 \[S, {size}\]"
     with pytest.raises(ValueError, match=message):
         held.pack(Player(shape=resolved.sequences).fragment(10))
+    held.close()
+
+
+def test_transitions_follow_the_options() -> None:
+    dqn = {"name": "dqn", "gamma": 0.5, "n_step": 3}
+    run = config.validate({"env": {"id": "CartPole-v1"}, "algorithm": dqn})
+    spec = envs.describe(run.env)
+    held = make_experience(run, base.resolve(run, spec).config, spec)
+    admit(held, Player(end_probability=0.0, n=3).fragment(20))
+    assert set(gather_all(held).bootstrap_discount.tolist()) == {0.5**3}
+    held.close()
+
+
+def test_errors_of_sequences_follow_the_options() -> None:
+    sizes = {"recurrent": "gru", "recurrent_size": STATE_SIZE, "sequence_length": 20, "overlap": 10}
+    own = {"gamma": 0.5, "n_step": 3, "rescale_values": False, "priority_mix": 0.25}
+    run = config.validate({"env": {"id": "CartPole-v1"}, "algorithm": R2D2 | sizes | own})
+    spec = envs.describe(run.env)
+    resolved = base.resolve(run, spec)
+    held = make_experience(run, resolved.config, spec)
+    assert resolved.sequences is not None
+    fragment = Player(shape=resolved.sequences, values=True, end_probability=0.0).fragment(20)
+    cuts = cut(fragment.ended, fragment.context, resolved.sequences)
+    expected = td_errors(fragment, cuts, gamma=0.5, n=3, rescaled=False, mix=0.25)
+    np.testing.assert_array_equal(held.pack(fragment).cut.td_error, expected)
     held.close()
 
 

@@ -215,8 +215,8 @@ def test_a_server_that_cannot_start_says_why(home: Path, monkeypatch: pytest.Mon
 
 
 def test_data_in_use_with_another_socket_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.2)
     with embedded.use(), monkeypatch.context() as patch:
+        patch.setattr(embedded, "START_TIMEOUT_S", 0.2)
         (home / "other").mkdir(mode=0o700)
         patch.setenv("XDG_RUNTIME_DIR", str(home / "other"))
         with pytest.raises(StoreError, match="in use by a server with another socket .* set the same"):

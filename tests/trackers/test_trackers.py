@@ -137,12 +137,9 @@ def test_one_that_cannot_be_told_is_said_once(
         if harm == "not there":
             listener.close()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
-        began = time.monotonic()
         with trackers.following(make_config(tracking=["mlflow"]), run, tmp_path):
-            assert time.monotonic() - began < 1.0
             wait_until(lambda: caplog.records if harm == "not there" else True)
             time.sleep(0.5)
-        assert time.monotonic() - began < 60.0
     assert (
         len(
             [

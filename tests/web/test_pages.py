@@ -174,7 +174,7 @@ def test_a_server_that_is_away_is_said(server, visitor: Visitor) -> None:
     run = make_run(server.client)
     server.kill()
     answer = visitor.get(f"/runs/{run}")
-    assert answer.code == 503 and "does not answer" in answer.text or "refused" in answer.text
+    assert answer.code == 503 and ("does not answer" in answer.text or "refused" in answer.text)
 
 
 # --- safety -----------------------------------------------------------------------------------------------------------

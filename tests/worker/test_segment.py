@@ -24,6 +24,7 @@ from ddrl import codec
 from ddrl.algorithms.actor_critic import policy as actor_critic_policy
 from ddrl.algorithms.sac import policy as sac
 from ddrl.store import keys, runs, segments, stream
+from ddrl.store.connection import NotConfirmedError
 from ddrl.store.segments import Process
 from ddrl.store.stream import Answer
 from ddrl.types import Fragment
@@ -291,3 +292,13 @@ def test_version_0_is_random_if_configured_or_off_policy(
     assert fragment.policy_version == 0
     assert (fragment.action != 0.125).all() == at_random
     assert (fragment.action == 0.125).all() != at_random
+
+
+def test_a_fragment_of_a_durable_run_counts_once_the_disk_has_it(make_server) -> None:
+    server = make_server("--appendonly", "yes", "--appendfsync", "always")
+    run = Played(server, durability="disk")
+    run.allow()
+    server.client.config_set("appendfsync", "no")  # nothing is confirmed from now on
+    with pytest.raises(NotConfirmedError):
+        run.segment()
+    assert run.player.has_unsent
