@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
@@ -59,14 +68,29 @@ def parse_duration(value: Any) -> Any:
     return value
 
 
+def _refuse_beyond_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Return what JSON, and so a stored run, can hold as it is."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"JSON, as which a run is stored, cannot hold it: {error}") from None
+    return value
+
+
 Duration = Annotated[float, BeforeValidator(parse_duration)]
+Arguments = Annotated[dict[str, Any], AfterValidator(_refuse_beyond_json)]
+"""Keyword arguments of code that is not ddrl's."""
 
 
 class Section(BaseModel):
     """Base of all sections, and of the options of algorithms: frozen; unknown keys are refused."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", populate_by_name=True, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,  # which JSON, and so a stored run, cannot hold
     )
 
 
@@ -97,7 +121,7 @@ class WrapperConfig(Section):
 
     id: str
     """A class of Gymnasium's, such as "gymnasium.wrappers:RescaleAction", or your own, "module:callable"."""
-    kwargs: dict[str, Any] = {}
+    kwargs: Arguments = {}
     """Keyword arguments of the wrapper."""
 
 
@@ -106,7 +130,7 @@ class EnvConfig(Section):
 
     id: str
     """Gymnasium id, "module:EnvId" for one that the module registers, or "module:callable" returning an environment."""
-    kwargs: dict[str, Any] = {}
+    kwargs: Arguments = {}
     """Keyword arguments of the environment."""
     wrappers: tuple[WrapperConfig, ...] = ()
     """Wrappers, each an `id` and its `kwargs`, the innermost first; they see observations before ddrl flattens them."""

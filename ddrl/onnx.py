@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ddrl.algorithms.base import Exportable, advance
 from ddrl.config import first_line
+from ddrl.networks.device import all_digits
 from ddrl.networks.trunks import to_input
 from ddrl.policy import LoadedPolicy
 from ddrl.store.local_checkpoints import write_whole
@@ -129,12 +130,8 @@ def _compare(loaded: LoadedPolicy, data: bytes) -> None:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # as onnxruntime's
-    try:
+    with all_digits():  # as onnxruntime's
         found = difference(loaded, session)
-    finally:
-        torch.set_float32_matmul_precision(precision)
     if not found <= TOLERANCE:  # it may be NaN
         reason = f"in onnxruntime it differs by {found:.1e}, more than {TOLERANCE:g}"
         raise OnnxError(f"{loaded.run}@{loaded.version}: {reason}; nothing was written")

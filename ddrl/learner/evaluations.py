@@ -13,6 +13,7 @@ import numpy as np
 
 from ddrl import policy
 from ddrl.config import RunConfig
+from ddrl.networks.device import all_digits
 from ddrl.runs.evaluation import score
 from ddrl.store import connection, runs, weights
 from ddrl.store.connection import Redis
@@ -67,13 +68,19 @@ class EvaluationScheduler:
         self._config, self._target = config.evaluation, config.stop.return_
         self._open = OpenEvaluations(client, run, send=send, timeout_s=self._config.timeout_s, token=token)
         self._returns: dict[int, _Sample] = {}  # of all evaluation episodes, by version
+        self._lowest = math.inf  # mean of an evaluation
         self.solved = False
         self._open.take_over()
-        rows = self._results()
+        rows, noted = self._results(), runs.state(client, run)
+        if (best := noted.evaluation) and best["version"] in weights.index(client, run).sizes:
+            # Its result may have left the stream.
+            squares = best["return_std"] ** 2 * best["episodes"]
+            sample = _Sample(best["episodes"], best["return_mean"], squares)
+            self._returns.setdefault(best["version"], sample)
         # The last learner may have died before it decided; what a worker made up does no more than open a confirmation.
         if rows and not self._open.pending and self._config.confirm_episodes:
             self._decide(rows[-1])
-        self._first_version = 0 if runs.state(client, run).warm else 1  # random weights have no score
+        self._first_version = 0 if noted.warm else 1  # random weights have no score
         now, is_first = time.monotonic(), not self._returns
         self._last_at = -math.inf if is_first else now
         self._opened_at, self._longest_s = now, 0.0  # the newest evaluation; the longest that gave a result
@@ -128,6 +135,7 @@ class EvaluationScheduler:
         for row in rows:
             known = self._returns.get(row["version"], _Sample())
             self._returns[row["version"]] = known.with_(row["returns"])
+            self._lowest = min(self._lowest, row["return_mean"])
         return rows
 
     def _poll(self) -> list[dict[str, Any]]:
@@ -140,9 +148,10 @@ class EvaluationScheduler:
                 row["purpose"], row["version"], row["return_mean"], row["return_std"], row["num_episodes"], infos,
             )  # fmt: skip
         kept = weights.index(self._client, self._run).sizes if rows else {}
-        known = {version: sample for version, sample in self._returns.items() if version in kept}
+        known = {version: self._returns[version] for version in kept if version in self._returns}
         if known:  # the first version has fewer episodes, and the best of few is luck
-            best = max(known, key=lambda v: (known[v].num >= self._config.num_episodes, known[v].mean))
+            enough = min(self._config.num_episodes, FIRST_EPISODES + 1)
+            best = max(known, key=lambda v: (known[v].num >= enough, known[v].mean))
             self._mark_best(best, known[best])
         for evaluation_id, reason in self._open.given_up.items():
             log.warning("evaluation %s is given up: %s", evaluation_id, reason)
@@ -194,7 +203,8 @@ class EvaluationScheduler:
 
         try:
             loaded = policy.from_run(self._client, self._run, evaluation.version)
-            result = score(loaded, evaluation.seeds, num_envs=self._config.num_envs, on_step=check_time)
+            with all_digits():  # as anywhere else
+                result = score(loaded, evaluation.seeds, num_envs=self._config.num_envs, on_step=check_time)
         except connection.OUTAGES:
             raise
         except Exception as error:  # of the environment, or of a network of the user's
@@ -209,7 +219,7 @@ class EvaluationScheduler:
             return False
         config, is_near = self._config, False
         if self._target is not None and return_mean is not None:
-            lowest = min([return_mean, *(sample.mean for sample in self._returns.values())])
+            lowest = min(return_mean, self._lowest)
             is_near = return_mean >= self._target - config.near * (self._target - lowest)
         return time.monotonic() - self._last_at >= (config.near_every_s if is_near else config.every_s)
 

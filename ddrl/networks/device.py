@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,17 @@ def set_up(learner: LearnerConfig) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+@contextlib.contextmanager
+def all_digits() -> Iterator[None]:
+    """Multiply matrices without rounding while the context lasts, also in a process that `set_up` has set to round."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def _rounds_on_cpu() -> bool:

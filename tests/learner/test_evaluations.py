@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from redis import Redis
 from support.runs import Acts, start, target_config
 
@@ -289,6 +290,40 @@ def test_changed_settings_are_applied_to_the_next_evaluation(match: Match) -> No
     match.scheduler.apply(config)
     match.tick()
     assert match.sent == ["1:1000000:7"]
+
+
+def test_more_episodes_than_before_do_not_make_a_version_better(match: Match) -> None:
+    match.play([(1, -3.0)])
+    match.scheduler.apply(target_config(evaluation={"num_episodes": 40, "near_every_s": 0.01, "near": 0.05}))
+    match.play([(2, -50.0)])
+    assert weights.index(match.client, match.run).best == 1
+
+
+def test_the_best_version_is_known_though_its_result_has_left_the_stream(match: Match) -> None:
+    match.play([(1, -3.0), (2, -50.0)])
+    match.client.xtrim(keys.evaluations(match.run), maxlen=1, approximate=False)
+    other = Match(match.client, match.run, near_every_s=0.01, near=0.05)
+    other.play([(3, -60.0)])
+    assert weights.index(match.client, match.run).best == 1
+
+
+def test_the_evaluation_at_the_end_does_not_round(match: Match, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its score is that of any other machine."""
+    seen: list[str] = []
+
+    def score(*_: Any, **__: Any) -> EvaluationResult:
+        seen.append(torch.get_float32_matmul_precision())
+        return EvaluationResult((1.0,), (1,))
+
+    monkeypatch.setattr(of_learner, "score", score)
+    monkeypatch.setattr(of_learner.policy, "from_run", lambda *_: None)
+    weights.publish(match.client, match.run, match.token, version=6, blob=b"w", allowance=0, updates=0)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        match.scheduler.finish("time", env_steps=1, updates=1)
+        assert seen and set(seen) == {"highest"} and torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize("value", [-0.4, -3.0])
