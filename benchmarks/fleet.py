@@ -56,7 +56,7 @@ def learn(run: str) -> None:
         interrupt.set()
 
     original = fleet.Dispatcher.tick
-    fleet.Dispatcher.tick = tick  # type: ignore[method-assign]
+    fleet.Dispatcher.tick = tick  # type: ignore[assignment, method-assign]
     interrupt, begun = runner.handle_signals(), time.perf_counter()
     threading.Thread(target=interrupt_at_end_of_input, daemon=True).start()
     runner.learn(connection.connect(), run, Path(os.environ["DDRL_BENCH_FOLDER"]), interrupt)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -104,6 +107,23 @@ def test_a_file_that_cannot_be_settings_is_refused_in_one_line(
     with pytest.raises(config.ConfigError) as caught:
         config.load(tmp_path / "run.yaml")
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"learner": {"stall_s": math.inf}}, "learner.stall_s: inf cannot be used; input should be a finite number"),
+        ({"evaluation": {"every_s": math.nan}}, "evaluation.every_s: nan cannot be used"),
+        ({"stop": {"time": math.inf}}, "stop.time: inf cannot be used"),
+        ({"env": {"id": "x", "kwargs": {"limit": math.inf}}}, "env.kwargs: {'limit': inf} cannot be used; a run is stored"),
+        ({"env": {"id": "x", "wrappers": [{"id": "x:y", "kwargs": {"on": date(2020, 1, 1)}}]}}, "wrappers.0.kwargs"),
+        ({"evaluation": {"seed": 2**40}}, "evaluation.seed: 1099511627776 cannot be used"),
+    ],
+)  # fmt: skip
+def test_what_a_stored_run_cannot_hold_is_refused(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(config.ConfigError) as caught:
+        config.validate({"env": {"id": "x"}, "algorithm": {"name": "sac"}} | tree)
+    assert message in str(caught.value)
 
 
 def test_many_or_large_wrong_values_make_a_short_message() -> None:

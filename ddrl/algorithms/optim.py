@@ -64,6 +64,15 @@ def set_options(*optimizers: torch.optim.Optimizer, **options: float) -> None:
             group.update(options)
 
 
+def begin_anew(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
+    """Set an optimizer's moments and its count of steps to 0.
+
+    Parameters that had no gradient for many of Adam's steps would take too long ones at first, by its count.
+    """
+    for tensor in optimizer.state[parameter].values():
+        tensor.zero_()
+
+
 def optimizer_state(name: str, optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return the optimizer's own tensors for a parameter, as "name.exp_avg" and so on; not copied."""
     return {f"{name}.{key}": tensor for key, tensor in optimizer.state[parameter].items()}

@@ -161,7 +161,7 @@ def branch(
         check_here(num_workers, [config] if with_learner else [])
         from ddrl.runs.initial_weights import learner_state
 
-        state = learner_state(client, parent)
+        state = learner_state(client, parent, begins_anew=True)
         runs = create_all(client, config, 1, f"{parent}@{number}", num_workers, state=state)
         prune(client)
         if detach:

@@ -313,7 +313,7 @@ class _Search:
         from ddrl.algorithms import base
         from ddrl.runs.initial_weights import learner_state
 
-        if (state := learner_state(self._client, parent)) is None:
+        if (state := learner_state(self._client, parent, begins_anew=False)) is None:
             raise ConfigError(f"{parent}: has no checkpoint any more")
         before = trial.user_attrs[SPENT]
         spent = {name: used + before.get(name, 0) for name, used in state.spent.items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ddrl.config import LearnerConfig
 from ddrl.learner.core import Core
 from ddrl.learner.ledger_rows import LedgerRows
 from ddrl.learner.publisher import decode_tensors
@@ -55,7 +56,7 @@ def rerun(
         ConfigError: this machine cannot learn it.
     """
     config = runs.config(client, run)
-    _check(run, config.learner.lockstep, runs.state(client, run))
+    _check(run, config.learner, runs.state(client, run))
     published = sorted(weights.index(client, run).published.items())
     known = {updates: version for version, (_, updates) in published if updates is not None}
     last = max(known, default=0)
@@ -95,16 +96,22 @@ def rerun(
     return Rerun(algorithm.num_updates, env_steps, equal, others[0] if others else None, len(known))
 
 
-def _check(run: str, is_lockstep: bool, state: runs.RunState) -> None:
+def _check(run: str, learner: LearnerConfig, state: runs.RunState) -> None:
     """Refuse a run that more than its stream has decided.
 
     Raises:
         StoreError: names why.
     """
-    if not is_lockstep:
+    if not learner.lockstep:
         reason = "did not learn in lockstep (learner.lockstep): chance decided what it learned when"
     elif state.config_version or state.revision:
         reason = "was changed while it went on (`ddrl journal` shows how), which its stream does not tell"
+    elif learner.num_learners > 1:
+        reason = (
+            f"was learned by {learner.num_learners} learners (learner.num_learners), each by its own part"
+        )
+    elif state.goes_on_from:
+        reason = f"began with the optimizers of {state.goes_on_from}, which its stream does not tell"
     elif state.reads:
         reason = f"has no stream of its own, but that of {state.reads}"
     else:

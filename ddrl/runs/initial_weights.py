@@ -83,14 +83,20 @@ class LearnerState:
     spent: Mapping[str, float]
 
 
-def learner_state(client: Redis, run: str) -> LearnerState | None:
-    """Return the state of a run's learner at its newest checkpoint; None if it has none yet."""
+def learner_state(client: Redis, run: str, *, begins_anew: bool) -> LearnerState | None:
+    """Return the state of a run's learner at its newest checkpoint; None if it has none yet.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        begins_anew: schedules begin anew, too; else they go on.
+    """
     if (found := checkpoints.load(client, run)) is None:
         return None
     counters, state = checkpoints.Counters.decode(found[1]), weights.decode_weights(found[0])
     kept = {name: array for name, array in state.items() if not name.startswith(checkpoints.REPLAY)}
-    if "num_updates" in kept:
-        kept["num_updates"] = np.zeros_like(kept["num_updates"])
+    counts = ("num_updates", "num_steps") if begins_anew else ("num_updates",)
+    kept |= {name: np.zeros_like(kept[name]) for name in counts if name in kept}
     spent = {"env_steps": counters.env_steps, "updates": counters.updates, "time": counters.elapsed_s}
     return LearnerState(f"{run}, update {counters.updates}", weights.encode_weights(kept), spent)
 
@@ -118,7 +124,8 @@ def _remedy(theirs: base.Resolved, ours: base.Resolved) -> str | None:
                 f"{theirs.spec.env_id} has {name} {there[name]}, {ours.spec.env_id} {here[name]}: "
                 "choose a policy of an environment with the same spaces, or begin without it"
             )
-    for name in _DECIDING:
+    is_sqn = getattr(ours.config, "form", None) == "sqn"  # whose policy is its critics
+    for name in (*_DECIDING, "average_critics") if is_sqn else _DECIDING:
         option, own = (getattr(each.config, name, None) for each in (theirs, ours))
         if option != own:
             value = list(option) if isinstance(option, tuple) else option

@@ -76,6 +76,7 @@ class RunState:
         crashes, crashes_total: processes that could not play it, since the last fragment and in all.
         lost_producers: that ended without saying so.
         warm: source of the initial weights; "" if they were random.
+        goes_on_from: run and update whose networks and optimizers it began with; "": it began with fresh ones.
         reads: the run whose experience it learns from, as its shadow; "" for its own.
         evaluation: the one that describes the run, if any: version, return_mean, return_std, episodes.
         bytes: that its keys took when its results were complete; 0: unknown.
@@ -120,6 +121,7 @@ class RunState:
     crashes_total: int = 0
     lost_producers: int = 0
     warm: str = ""
+    goes_on_from: str = ""
     reads: str = ""
     evaluation: dict[str, Any] | None = None
     bytes: int = 0
@@ -190,6 +192,7 @@ def create(
         "evaluation_queue": queues[1],
         "versions": json.dumps(dict(versions or {})),
         "warm": (initial or state or ("",))[0],
+        "goes_on_from": (state or ("",))[0],
         "reads": reads,
         "allowance": 0,
         "version": -1,

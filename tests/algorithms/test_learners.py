@@ -13,6 +13,7 @@ from support.algorithms import (
     CONTINUOUS,
     CPU,
     DISCRETE,
+    OWN,
     Options,
     assert_same,
     digest,
@@ -183,6 +184,7 @@ def test_initial_weights_are_the_policy_and_the_rest_starts_fresh(
     ("name", "options"),
     [
         ("sac", {}),
+        ("sac", {"network": OWN}),
         ("td3", {}),
         ("iql", {}),
         ("ppo", {"num_epochs": 1, "minibatch_size": 60, "normalize_returns": True}),
@@ -191,8 +193,11 @@ def test_initial_weights_are_the_policy_and_the_rest_starts_fresh(
         ("impala", {"optimizer": "adam"}),
     ],
 )
-def test_the_critic_warms_up_before_a_given_policy_moves(name: str, options: Options) -> None:
+def test_the_critic_warms_up_before_a_given_policy_moves(
+    name: str, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also across a checkpoint; then the policy moves as slowly as at the start of an optimizer."""
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.algorithms")
     spec, rate = CONTINUOUS, 1e-3
     options = options | {"learning_rate": rate, "critic_warmup_updates": 12}
     original, other = (make_learner(name, spec, seed=seed, **options) for seed in (1, 2))
@@ -211,6 +216,10 @@ def test_the_critic_warms_up_before_a_given_policy_moves(name: str, options: Opt
     assert any(moved)
     if name != "impala" or "optimizer" in options:
         assert max(moved) <= 1.01 * rate  # Adam's first step
+    if "network" in options:
+        assert (
+            original.state()["critics.step"] == 1
+        )  # the trunk's, which stood still, is not taken for its 13th
 
 
 def test_a_learned_temperature_is_carried_over_unless_it_is_fixed_or_unknown() -> None:

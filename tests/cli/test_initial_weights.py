@@ -104,6 +104,9 @@ PIXELS = replace(DISCRETE, env_id="Bytes-v0", observation_dtype="uint8")
         ({"name": "dqn", "distribution": "quantile"}, DISCRETE,
          {"name": "dqn", "distribution": "categorical"}, DISCRETE,
          "the same weights would be another policy here; set algorithm.distribution=quantile as there"),
+        ({"name": "discrete_sac", "form": "sqn", "average_critics": True}, DISCRETE,
+         {"name": "discrete_sac", "form": "sqn"}, DISCRETE,
+         "the same weights would be another policy here; set algorithm.average_critics=True as there"),
         ({"name": "ppo"}, DISCRETE, {"name": "ppo"}, PIXELS,
          "another policy here; Toy-v0 has observations float32 [3], Bytes-v0 uint8 [3]"),
     ],
@@ -183,12 +186,12 @@ LEFT = {"stop": {"return": None, "time": 600}}
 def test_a_run_goes_on_from_another_ones_learner(server: PrivateServer, config: RunConfig) -> None:
     """With its networks and optimizers, but with an empty replay, from version 0 and update 0 on."""
     before = Run(server, config)
-    assert learner_state(server.client, before.id) is None
+    assert learner_state(server.client, before.id, begins_anew=False) is None
     learner = before.learner()
     with training(learner), playing(server.url, before.id):
         until(lambda: learner.shared.updates >= 20)
     learner.finish()  # saves a checkpoint
-    begin = learner_state(server.client, before.id)
+    begin = learner_state(server.client, before.id, begins_anew=False)
     assert begin is not None and begin.source == f"{before.id}, update {learner.shared.updates}"
     assert begin.spent["updates"] == learner.shared.updates
     run = start(server.client, config, state=(begin.source, begin.blob))
@@ -215,6 +218,23 @@ def test_a_run_goes_on_from_another_ones_learner(server: PrivateServer, config: 
     again.finish()
     assert again.shared.updates >= 3
     after.audit()
+
+
+def test_the_schedules_of_a_branch_begin_anew(client: Redis, server: PrivateServer) -> None:
+    ppo = {"name": "ppo", "batch_size": 64, "minibatch_size": 32} | {
+        "final_learning_rate": 0.0,
+        "anneal_steps": 100,
+    }
+    before = Run(server, target_config(algorithm=ppo, **LEFT))
+    learner = before.learner()
+    with training(learner), playing(server.url, before.id):
+        until(lambda: learner.algorithm.num_steps > 100)
+    learner.finish()
+    assert learner.algorithm.scheduled("learning_rate") == 0.0
+    run = call_json("branch", f"{before.id}@0", *DETACHED)["run"]
+    follower = Run(server, run=run).learner()
+    assert follower.algorithm.scheduled("learning_rate") > 0.0
+    follower.finish()
 
 
 def test_a_branch_has_the_policy_of_its_version_and_the_rest_of_the_checkpoint(

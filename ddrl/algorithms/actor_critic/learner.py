@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddrl import returns
 from ddrl.algorithms.actor_critic.options import OBSERVATION_CLIP, Options, num_policy_parameters
-from ddrl.algorithms.optim import cpu_copies, optimizer_state, restore
+from ddrl.algorithms.optim import begin_anew, cpu_copies, optimizer_state, restore
 from ddrl.algorithms.options import changed
 from ddrl.networks.actor_critic import ActorCritic
 from ddrl.networks.captured import Captured
@@ -345,9 +345,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         if warms_up:
             self.parameters.keep_gradient("critic.", "value_head.")
         elif policy_begins:
-            # Adam's count of steps would otherwise make the policy's first steps too long.
-            for moment in self._optimizer.state[self.parameters.vector].values():
-                moment.zero_()
+            begin_anew(self._optimizer, self.parameters.vector)
         if self.config.max_grad_norm is not None:
             self.parameters.clip_gradient(self.config.max_grad_norm)
         self._optimizer.param_groups[0]["lr"] = learning_rate

@@ -7,7 +7,6 @@ arXiv:1710.02298 (Rainbow); over a fleet: arXiv:1803.00933 (Ape-X).
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -60,7 +59,7 @@ class Config(Options):
         if self.distribution == "none":
             self.refuse_changed("without a distribution", "num_atoms")
         if self.distribution == "categorical":
-            if not -math.inf < self.v_min < self.v_max < math.inf:
+            if self.v_min >= self.v_max:
                 raise ValueError(
                     f"v_min={self.v_min}, v_max={self.v_max}: no returns between them; v_min must be less than v_max"
                 )

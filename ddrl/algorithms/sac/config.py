@@ -7,7 +7,6 @@ et al. 2024, arXiv:1902.05605 (CrossQ: batch normalization).
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -26,8 +25,8 @@ def check_temperature(config: Any) -> None:
         ValueError: names the option and the remedy.
     """
     if config.temperature != "auto":
-        if not 0 <= float(config.temperature) < math.inf:
-            raise ValueError(f"temperature={config.temperature}: must be finite and >= 0, or 'auto'")
+        if config.temperature < 0:
+            raise ValueError(f"temperature={config.temperature}: must be >= 0, or 'auto'")
         fixed, remedy = f"with temperature={config.temperature}", "remove it or set temperature='auto'"
         config.refuse_changed(fixed, "target_entropy", "initial_temperature", remedy=remedy)
 

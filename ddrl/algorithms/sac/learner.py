@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddrl.algorithms.optim import adams, cpu_copies, restore, set_options, with_optimizers
+from ddrl.algorithms.optim import adams, begin_anew, cpu_copies, restore, set_options, with_optimizers
 from ddrl.algorithms.options import changed
 from ddrl.algorithms.quantiles import quantile_huber
 from ddrl.algorithms.sac.config import LOG_STD_MAX, LOG_STD_MIN, Config
@@ -190,6 +190,7 @@ class SAC:
         self.critics = network(num_inputs + num_dims, num_outputs, **ensemble)
         self.target_critics = network(num_inputs + num_dims, num_outputs, **ensemble)
         self.actor_parameters = FlatParameters(self.actor, ranks)
+        self._has_trunk = any(True for _ in trunk.parameters())
         self.critic_parameters = FlatParameters(nn.ModuleList((self.trunk, self.critics)), ranks)
         targets = nn.ModuleList((self.target_trunk, self.target_critics)).requires_grad_(False)
         self._target = FlatParameters(targets).vector.requires_grad_(False)
@@ -223,14 +224,17 @@ class SAC:
         Returns:
             Detached scalars by name; those of the actor only where it was updated.
         """
-        is_warm = not self.from_policy or self.num_updates >= self.config.critic_warmup_updates
+        warmup = self.config.critic_warmup_updates if self.from_policy else 0
+        is_warm = self.num_updates >= warmup
+        if self._has_trunk and self.num_updates == warmup > 0:
+            begin_anew(self._optimizers["critics"], self.critic_parameters.vector)
         improves = is_warm and self.num_updates % self.config.policy_delay == 0
-        metrics = self._captured(batch, improves=improves)
+        metrics = self._captured(batch, improves=improves, is_warm=is_warm)
         self.num_updates += 1
         return metrics
 
-    def _learn(self, batch: Batch, *, improves: bool) -> dict[str, Tensor]:
-        """Update critics and targets and, where it `improves`, actor and temperature."""
+    def _learn(self, batch: Batch, *, improves: bool, is_warm: bool) -> dict[str, Tensor]:
+        """Update critics and targets and, where it `improves`, actor and temperature; the trunk once it `is_warm`."""
         config = self.config
         observation = to_input(batch.observation)  # [B, *O]
         next_observation = to_input(batch.next_observation)
@@ -257,6 +261,8 @@ class SAC:
         else:
             loss, error = quantile_critic_loss(q, next_target_q, *others, dropped=config.dropped_quantiles)
         self.critic_parameters.differentiate(loss)
+        if not is_warm:
+            self.critic_parameters.keep_gradient("1.")  # the critics': the given policy sees by the trunk
         self._optimizers["critics"].step()
         metrics = {"critic_loss": loss.detach(), "q_mean": q.detach().mean(), "temperature": temperature}
         if config.prioritized:
