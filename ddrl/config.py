@@ -78,6 +78,10 @@ def _refuse_beyond_json(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Duration = Annotated[float, BeforeValidator(parse_duration)]
+Trackers = Annotated[
+    tuple[Literal["wandb", "mlflow", "trackio"], ...],
+    AfterValidator(lambda names: tuple(dict.fromkeys(names))),
+]
 Arguments = Annotated[dict[str, Any], AfterValidator(_refuse_beyond_json)]
 """Keyword arguments of code that is not ddrl's."""
 
@@ -369,7 +373,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     self_play: SelfPlayConfig = SelfPlayConfig()
     stop: StopConfig = StopConfig()
-    tracking: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    tracking: Trackers = ()
     """Tools that the learner's machine tells of the run while it goes on; each is an extra of ddrl, set up by its own
     environment variables, such as MLFLOW_TRACKING_URI or WANDB_MODE=offline."""
 

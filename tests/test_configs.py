@@ -115,7 +115,7 @@ def test_a_file_that_cannot_be_settings_is_refused_in_one_line(
         ({"learner": {"stall_s": math.inf}}, "learner.stall_s: inf cannot be used; input should be a finite number"),
         ({"evaluation": {"every_s": math.nan}}, "evaluation.every_s: nan cannot be used"),
         ({"stop": {"time": math.inf}}, "stop.time: inf cannot be used"),
-        ({"env": {"id": "x", "kwargs": {"limit": math.inf}}}, "env.kwargs: {'limit': inf} cannot be used; a run is stored"),
+        ({"env": {"id": "x", "kwargs": {"n": math.inf}}}, "env.kwargs: {'n': inf} cannot be used; a run is stored"),
         ({"env": {"id": "x", "wrappers": [{"id": "x:y", "kwargs": {"on": date(2020, 1, 1)}}]}}, "wrappers.0.kwargs"),
         ({"evaluation": {"seed": 2**40}}, "evaluation.seed: 1099511627776 cannot be used"),
     ],

@@ -171,7 +171,7 @@ def learn(
                     if (token := claim.take(stop)) is None:
                         return None
                     config = runs.config(client, run)
-                    held.enter_context(trackers.following(config, run, folder / run))
+                    held.enter_context(trackers.following(config, run, token, folder / run))
                 with monitoring.learning(run):
                     return _Attempt(claim, token, stop, outage).learn()
             except connection.OUTAGES as error:

@@ -623,6 +623,21 @@ def note_evaluation(client: Redis, run: str, token: int, evaluation: Mapping[str
     call(client, "set_fields", [keys.state(run)] * 2, [token, "evaluation", json.dumps(dict(evaluation))])
 
 
+def told(client: Redis, run: str, tracker: str) -> dict[str, dict[str, str]]:
+    """Return how far a tracker has been told of a run: by place, as of `note_told`."""
+    found = cast("bytes | None", client.hget(keys.state(run), f"told_{tracker}"))
+    return cast("dict[str, dict[str, str]]", json.loads(found or b"{}"))
+
+
+def note_told(client: Redis, run: str, token: int, tracker: str, told: Mapping[str, Any]) -> None:
+    """Store how far a tracker has been told of a run, by the place where it keeps that.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    call(client, "set_fields", [keys.state(run)] * 2, [token, f"told_{tracker}", json.dumps(told)])
+
+
 def request_handover(client: Redis, run: str, host: str) -> None:
     """Ask the run's learner to hand it over; the next learner that takes the lease ends the request."""
     call(client, "request_handover", [keys.state(run), keys.journal(run)], [host, JOURNAL_LENGTH])

@@ -3,6 +3,7 @@
 A tracker is a module of this folder with a class `Tracker`:
 
     Tracker(records, folder)        begins, or goes on with the run that has this id
+    place                           where it keeps what it is told; "": on this machine only
     log(rows)                       tells it of rows: (env steps, server's time in seconds, figures by name)
     finish(records, folder)         gives it the curve, the policy and the end, if there is one
 
@@ -14,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import json
 import logging
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Event, Thread
@@ -24,19 +25,21 @@ from typing import Any, Protocol
 from ddrl.config import ConfigError, RunConfig
 from ddrl.runs import artifacts, records
 from ddrl.runs.records import Records, evaluation_name, learner_figures
-from ddrl.store import connection
+from ddrl.store import connection, runs
 from ddrl.store.evaluations import INFO
-from ddrl.store.local_checkpoints import write_whole
 
 log = logging.getLogger(__name__)
 
 MODULES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}  # tracker -> the package that it needs
 PARTING_S = 60.0  # waited for the last report
+MOST_PLACES = 20  # of a tracker; machines that come and go have each its own
 Row = tuple[int, float, dict[str, float]]
 
 
 class Tracker(Protocol):
     """A run in a tracking tool; see above."""
+
+    place: str
 
     def log(self, rows: Iterable[Row]) -> None:
         """Tell it of rows, oldest first."""
@@ -58,17 +61,18 @@ def check(config: RunConfig) -> None:
 
 
 @contextlib.contextmanager
-def following(config: RunConfig, run: str, folder: Path) -> Iterator[None]:
+def following(config: RunConfig, run: str, token: int, folder: Path) -> Iterator[None]:
     """Tell a run's trackers of it while the context lasts, and of its end after it.
 
     Args:
         config: the run's.
         run: its id.
+        token: fencing token of its lease.
         folder: the run's.
     """
     stop = Event()
     threads = [
-        Thread(target=_follow, args=(name, run, folder, stop), name=name, daemon=True)
+        Thread(target=_follow, args=(name, run, token, folder, stop), name=name, daemon=True)
         for name in config.tracking
     ]
     for thread in threads:
@@ -84,25 +88,32 @@ def following(config: RunConfig, run: str, folder: Path) -> Iterator[None]:
                 log.warning(late, run, thread.name, PARTING_S)
 
 
-def _follow(name: str, run: str, folder: Path, stop: Event) -> None:
+def _follow(name: str, run: str, token: int, folder: Path, stop: Event) -> None:
     """Tell one tracker of a run until `stop` is set, then of all that is left."""
-    told = folder / f".told-{name}.json"  # how far, so that the next learner here goes on
     ends: dict[str, bytes] = {}
-    with contextlib.suppress(OSError, ValueError):
-        ends = {table: end.encode() for table, end in json.loads(told.read_text()).items()}
+    place, told = (
+        "",
+        dict[str, dict[str, str]](),
+    )  # where it keeps what it is told, and how far each place has been
     tracker: list[Tracker] = []  # once it has begun
 
     def tell() -> None:
-        nonlocal ends
+        nonlocal ends, place, told
         new = records.read(client, run, ends)
         if not new.state.first_step_s:  # from which times count
             return
         if not tracker:
             folder.mkdir(parents=True, exist_ok=True)
             tracker.append(importlib.import_module(f"ddrl.trackers.{name}").Tracker(new, folder))
+            place = tracker[0].place or socket.gethostname()
+            told = runs.told(client, run, name)
+            if place in told:  # by a learner before this one
+                new = records.read(client, run, {table: end.encode() for table, end in told[place].items()})
         tracker[0].log(rows(new))
         ends = new.ends
-        write_whole(told, json.dumps({table: end.decode() for table, end in ends.items()}).encode())
+        told.pop(place, None)
+        told[place] = {table: end.decode() for table, end in ends.items()}
+        runs.note_told(client, run, token, name, dict([*told.items()][-MOST_PLACES:]))
 
     with contextlib.closing(connection.connect()) as client:
         said = artifacts.repeat([tell], stop, f"{run}: {name} cannot be told")

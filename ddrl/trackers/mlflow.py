@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
@@ -23,9 +24,11 @@ class Tracker:
 
     def __init__(self, found: Records, folder: Path) -> None:
         self._client, state = MlflowClient(), found.state
+        is_far = urlsplit(uri := self._client.tracking_uri).scheme in ("http", "https", "databricks")
+        self.place = uri if is_far else ""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ddrl")
-        known = self._client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        there = self._client.get_experiment_by_name(name)
+        experiment = there.experiment_id if there else self._client.create_experiment(name)
         runs = self._client.search_runs([experiment], f"tags.`{TAG}` = '{state.run}'", max_results=1)
         if runs:
             self._id = runs[0].info.run_id
@@ -33,9 +36,10 @@ class Tracker:
         else:
             made = self._client.create_run(experiment, run_name=state.run, tags={TAG: state.run})
             self._id = made.info.run_id
-            tree = flat(found.config.model_dump(mode="json", by_alias=True))
-            params = [Param(key, str(value)[:500]) for key, value in tree.items()]
-            self._client.log_batch(self._id, params=params)
+        tree = flat(found.config.model_dump(mode="json", by_alias=True))
+        known = runs[0].data.params if runs else {}  # it refuses another value
+        params = [Param(key, str(value)[:500]) for key, value in tree.items() if key not in known]
+        self._client.log_batch(self._id, params=params)
 
     def log(self, rows: Iterable[Row]) -> None:
         """Tell it of rows."""

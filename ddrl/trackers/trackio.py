@@ -15,6 +15,8 @@ from ddrl.trackers import Row, results
 class Tracker:
     """A run of Trackio with ddrl's id."""
 
+    place = ""
+
     def __init__(self, found: Records, folder: Path) -> None:
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "ddrl"),

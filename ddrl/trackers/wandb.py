@@ -26,6 +26,7 @@ class Tracker:
             reinit="create_new",
             settings=wandb.Settings(console="off", disable_git=True, silent=True),
         )
+        self.place = "" if self._run.offline else str(self._run.path)
         self._run.define_metric("*", step_metric="env_steps")
 
     def log(self, rows: Iterable[Row]) -> None:

@@ -242,7 +242,7 @@ def test_all_ranks_go_back_to_a_version(server, learn, log, monkeypatch, on_poli
     begun: list[str] = []
 
     @contextmanager
-    def following(config: Any, run: str, folder: Any) -> Iterator[None]:
+    def following(config: Any, run: str, token: int, folder: Any) -> Iterator[None]:
         begun.append(run)
         yield
 

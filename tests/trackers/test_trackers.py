@@ -44,9 +44,10 @@ def tracked(client: Redis, folder: Path, name: str) -> str:
     token = add_history(client, run)
     config = make_config(tracking=[name])
     folder.mkdir()
-    told = folder / f".told-{name}.json"
-    with trackers.following(config, run, folder):
-        wait_until(told.exists)
+    with trackers.following(config, run, token, folder):
+        wait_until(lambda: runs.told(client, run, name))
+    time.sleep(1.0)  # W&B names a folder by the second
+    with trackers.following(config, run, token, folder):  # of the next learner here
         append(client, run, 30)
         metrics.add(client, run, token, {"env_steps": 31_000, "updates": 8_123})
         artifacts.write(client, run, folder)
@@ -82,8 +83,8 @@ def test_wandb_offline(client: Redis, tmp_path: Path, monkeypatch: pytest.Monkey
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tracked(client, tmp_path / "run", "wandb")
-    [file] = (tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{run}.wandb")
-    data = file.read_bytes()  # records in protobuf, with names and values as JSON
+    files = (tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{run}.wandb")  # one of each learner
+    data = b"".join(file.read_bytes() for file in files)  # records in protobuf, with names and values as JSON
     for text in (b"learner/updates", b"8123", b"return/confirmation_low", b"curve", b"LunarLanderContinuous"):
         assert text in data, text
 
@@ -117,6 +118,28 @@ def test_trackio(client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_what_other_machines_have_told_a_far_place_is_not_told_again(
+    client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    from ddrl.trackers import trackio
+
+    monkeypatch.setenv("TRACKIO_PROJECT", tmp_path.name)
+    monkeypatch.setattr(trackio.Tracker, "place", "far")
+    run = make_run(client)
+    token, config = add_history(client, run), make_config(tracking=["trackio"])
+    for host in ("one", "two"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        with trackers.following(config, run, token, tmp_path / host):
+            wait_until(lambda: runs.told(client, run, "trackio"))
+    rows = SQLiteStorage.get_logs(tmp_path.name, run)
+    assert [row["env_steps"] for row in rows if "learner/updates" in row] == [15_000, 30_000]
+    assert [*runs.told(client, run, "trackio")] == ["far"]
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("harm", ["not there", "silent"])
 def test_one_that_cannot_be_told_is_said_once(
     client: Redis,
@@ -131,13 +154,13 @@ def test_one_that_cannot_be_told_is_said_once(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     run = make_run(client)
-    add_history(client, run)
+    token = add_history(client, run)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if harm == "not there":
             listener.close()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
-        with trackers.following(make_config(tracking=["mlflow"]), run, tmp_path):
+        with trackers.following(make_config(tracking=["mlflow"]), run, token, tmp_path):
             wait_until(lambda: caplog.records if harm == "not there" else True)
             time.sleep(0.5)
     assert (
