@@ -21,7 +21,7 @@ from support.subjects import CASES
 from torch import Tensor, nn
 
 from ddrl import onnx, policy
-from ddrl.config import validate
+from ddrl.config import ConfigError, validate
 from ddrl.store import keys
 from ddrl.types import EnvSpec
 

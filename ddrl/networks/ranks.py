@@ -187,7 +187,10 @@ class Ranks:
         return float(self._reduce(torch.tensor(value, dtype=torch.float64), distributed.ReduceOp.MIN))
 
     def randn(self, shape: Sequence[int], generator: Generator) -> Tensor:
-        """Return standard normal numbers for this rank's rows, the first axis: those that one learner would draw."""
+        """Return standard normal numbers for this rank's rows, the first axis: those that one learner would draw.
+
+        After masks of dropout, which each rank draws for its own rows, they are others.
+        """
         num = self.count(shape[0])
         drawn = torch.randn((num, *shape[1:]), generator=generator, device=generator.device)
         if self.size == 1:

@@ -53,10 +53,14 @@ def check(config: RunConfig, spaces: EnvSpec, *, processes: int = 1) -> None:
         ConfigError: the algorithm cannot be used, or not with this environment, or settings contradict.
     """
     resolved = base.resolve(config, spaces)
-    if base.is_custom(resolved.name):
-        resolved.policy()
+    policy = resolved.policy() if base.is_custom(resolved.name) else None
     try:
         _check_pairs(config)
+        if config.weights.onnx:
+            if spaces.image_shapes and spaces.input_shape[0] > sum(map(math.prod, spaces.image_shapes)):
+                raise ValueError("weights.onnx: numbers beside images are not for ONNX; remove it, or the numbers")
+            if policy is not None and not hasattr(policy, "module"):
+                raise ValueError(f"weights.onnx: the Policy of {resolved.name} has no method module; add it")
         if resolved.on_policy:
             _check_on_policy(config, resolved, processes)
         else:

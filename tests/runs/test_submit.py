@@ -81,6 +81,13 @@ def test_options_that_do_not_go_together_are_refused(first: Options, second: Opt
         submit.check(tree(**{"env": CARTPOLE, "algorithm": DQN, **both}), spaces)
 
 
+def test_what_no_onnx_file_can_hold_is_refused_at_once() -> None:
+    gauge, files = {"id": "ddrl/Gauge-v0"}, {"weights": {"onnx": True}}
+    line = refused(gauge, {**SAC, "network": "conv"}, **files)
+    assert line == "weights.onnx: numbers beside images are not for ONNX; remove it, or the numbers"
+    assert submit.prepare(tree(CARTPOLE, DQN, **files))
+
+
 def test_a_run_names_the_options_whose_defaults_have_changed(client: Redis) -> None:
     """One that does not is older, and keeps the defaults of its time."""
     named = {"learning_rate": 1e-3, "normalize_observations": True, "normalize_returns": True}
