@@ -139,8 +139,8 @@ def test_each_version_of_a_run_is_published_as_a_file_too(
         assert size == len(data) + len(policy.weights_blob(run.client, run.id, version))
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "docs")
     toy = {"env": {"id": "ddrl/Pick-v0"}, "algorithm": {"name": "docs.own_algorithm"}}
-    with pytest.raises(onnx.OnnxError, match="its Policy has no module to export"):
-        Run(server, validate(toy | {"weights": {"onnx": True}})).learner()
+    with pytest.raises(ConfigError, match="the Policy of docs.own_algorithm has no method module; add it"):
+        Run(server, validate(toy | {"weights": {"onnx": True}}))
 
 
 class Odd(nn.Module):
