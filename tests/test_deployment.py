@@ -269,6 +269,11 @@ def test_units_restart_end_in_order_and_limit_what_they_may_do(unit: str) -> Non
     assert (int(service["OOMScoreAdjust"]) > 0) == keeps_going
 
 
+def test_the_learner_may_list_the_addresses_of_its_machine() -> None:
+    """By netlink, as gloo does where several learners meet."""
+    assert "AF_NETLINK" in options_of("ddrl-learner")["RestrictAddressFamilies"].split()
+
+
 def test_units_serve_metrics_on_ports_of_their_own() -> None:
     pattern = re.compile(r"^Environment=DDRL_METRICS=127\.0\.0\.1:(946[456])$", re.MULTILINE)
     ports = [port for unit in UNITS for port in pattern.findall(UNITS[unit])]
