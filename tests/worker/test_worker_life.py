@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from types import SimpleNamespace
@@ -27,6 +29,14 @@ from ddrl.store.workers import Heartbeat
 from ddrl.worker import lifecycle
 
 LONG = {"segment_s": 600}
+
+
+def test_a_process_uses_one_core() -> None:
+    """The others are for the machine's other processes."""
+    code = "import ddrl.celery, torch, os; print(torch.get_num_threads(), os.environ['OPENBLAS_NUM_THREADS'])"
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "1 1\n", done.stderr
 
 
 def the_worker(client: Redis) -> Heartbeat:
