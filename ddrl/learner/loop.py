@@ -91,6 +91,7 @@ class Learner:
             "drop_next": partial(stream.drop_next, core.client, core.run, token, core.longest),
             "lower_ids": partial(stream.lower_ids, core.client, core.run, token),
             "report": self.leading.report,
+            "keeps_folded": core.source != core.run,
         }
 
     # --- begin and end -------------------------------------------------------------------------------

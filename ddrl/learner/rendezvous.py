@@ -312,7 +312,8 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
             connection.bound_replies(reader_client, core.longest)
             stack.callback(ranks.leave)
             stack.callback(core.replay.close)
-            reader = Reader(reader_client, core.source, _restore(client, run, core), core.decode)
+            cursor, is_shadow = _restore(client, run, core), core.source != core.run
+            reader = Reader(reader_client, core.source, cursor, core.decode, keeps_folded=is_shadow)
             reader.start()
             stack.callback(reader.stop)
             try:

@@ -238,6 +238,7 @@ class Reader:
             later entries other ids.
         report: of a leader, called with an entry; returns the fields that another rank has decoded, or None as long as
             that has not read it, and the entry waits.
+        keeps_folded: of a shadow; see `ledger.checked`.
     """
 
     def __init__(
@@ -250,9 +251,10 @@ class Reader:
         drop_next: Callable[[bytes], object] = lambda cursor: None,
         lower_ids: Callable[[bytes, bytes], object] = lambda cursor, latest: None,
         report: Callable[[Decoded], dict[str, Any] | None] = lambda entry: {},
+        keeps_folded: bool = False,
     ) -> None:
         self._client, self._run, self._cursor, self._decode = client, run, cursor, decode
-        self._drop_next, self._report = drop_next, report
+        self._drop_next, self._report, self._keeps_folded = drop_next, report, keeps_folded
         self._lower_ids, self._latest = lower_ids, b"0-0"
         self._decoded: deque[Decoded] = deque()
         self._decoded_bytes = self._taken_bytes = 0  # in all
@@ -324,7 +326,7 @@ class Reader:
             self._stopping.wait(0.01)
             return []
         self._count = stream.next_count(found, self._count)
-        return ledger.checked(self._client, self._run, found)
+        return ledger.checked(self._client, self._run, found, keeps_folded=self._keeps_folded)
 
     def _run_thread(self) -> None:
         # The learner's service thread meets each outage, too, and logs it.

@@ -263,21 +263,33 @@ def unlisted(client: Redis, run: str, producers: Sequence[int]) -> list[int]:
         return [one for one, is_listed in zip(producers, pipe.execute(), strict=True) if not is_listed]
 
 
-def checked(client: Redis, run: str, entries: Sequence[stream.Entry]) -> list[stream.Entry]:
+def checked(
+    client: Redis, run: str, entries: Sequence[stream.Entry], *, keeps_folded: bool = False
+) -> list[stream.Entry]:
     """Return entries that wait, without a producer where no append wrote them: it has not noted as much for it.
 
     Nor does it write other fields than `stream.APPENDED` beside the fragment's, or long ones.
 
     A worker may write any entry. One that names a number which the producer has appended cannot be told from it.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        entries: of its stream.
+        keeps_folded: of a shadow: folded producers, of which no record is left, keep their entries.
     """
     names = list({b"%d" % entry.producer for entry in entries})
     values = bounded.values(client, keys.producers(run), names) if names else []
     found = zip(names, values, strict=True)
     known = {int(name): Producer.decode(value) for name, value in found if value and _ID.fullmatch(name)}
+    folded = 0
+    if keeps_folded and not all(values):
+        folded = int(cast("bytes | None", client.hget(keys.state(run), "folded")) or 0)
 
     def check(entry: stream.Entry) -> stream.Entry:
-        producer = known.get(entry.producer, Producer(seq=-1))
-        is_current = entry.fields.get(b"i") == producer.incarnation.encode()
+        is_folded = entry.producer not in known and 0 < entry.producer <= folded
+        producer = known.get(entry.producer, Producer(seq=stream.MOST_SEQ if is_folded else -1))
+        is_current = is_folded or entry.fields.get(b"i") == producer.incarnation.encode()
         is_short = all(len(entry.fields.get(name, b"")) < 20 for name in stream.APPENDED)
         if is_current and is_short and entry.count(b"q", -1) <= producer.seq:
             return dataclasses.replace(entry, newest_seq=producer.seq)

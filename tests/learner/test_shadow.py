@@ -8,9 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 from support import commands
-from support.learners import Run, contents, endless_config, pick_config, playing, training, until
+from support.learners import (
+    Run,
+    contents,
+    endless_config,
+    fields_of,
+    finished,
+    pick_config,
+    playing,
+    training,
+    until,
+)
 from support.processes import Processes
-from support.store import end
+from support.store import end, fold_now
 
 from ddrl.config import ConfigError
 from ddrl.learner import run as run_module
@@ -107,6 +117,23 @@ def test_a_shadow_waits_for_its_source_and_fails_if_it_is_gone(server, learn: An
     assert other.state.status == "failed" and f"{source.id}, which is not on the server" in str(
         learning.error
     )
+
+
+def test_what_folded_producers_have_played_is_learned_from(server) -> None:
+    source = Run(server, endless_config())
+    source.play(300)
+    with finished(source) as learner:
+        source.catch_up(learner)
+    assert fold_now(source.client, source.id, source.take(), source.meta["ledger"]) == 1
+    other = shadow(source)
+    with finished(other) as learner:
+        source.catch_up(learner)
+    assert other.dead == [] and learner.shared.env_steps == source.state.appended_steps
+    source.append(fields_of(source.entries[-1]), producer=2, seq=0)
+    source.client.hdel(keys.producers(source.id), "2")  # which is no fold
+    with finished(other) as learner:
+        source.catch_up(learner)
+    assert other.dead == [b"no append wrote it"]
 
 
 @pytest.mark.long
