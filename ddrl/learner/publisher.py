@@ -148,6 +148,9 @@ class Publisher:
         self, client: Redis, token: int, core: Core, shared: Shared, on_checkpoint: OnCheckpoint
     ) -> None:
         self._client, self._run, self._config = client, core.run, core.config
+        self._source = core.source
+        self._unlisted: list[int] = []  # of a shadow: producers that its source had folded
+        self._unlisted_ms = 0  # at this time of the server
         self._held = client, core.run, token  # of every write
         self._replay, self._shared, self._on_checkpoint = core.replay, shared, on_checkpoint
         self.pinned: frozenset[int] = frozenset()
@@ -311,14 +314,26 @@ class Publisher:
     def _fold(self) -> None:
         """Now and then fold the rows of ended producers into one."""
         if time.monotonic() >= self._fold_at and self._checkpoint is not None:
-            num_folded = ledger.fold(*self._held, self._checkpoint.ledger)
+            # A shadow has no records: only rows that it has folded itself go.
+            is_shadow, rows = self._source != self._run, self._shared.ledger
+            num_folded = ledger.fold(*self._held, rows.state() if is_shadow else self._checkpoint.ledger)
             self._fold_rows()
             is_crowded = num_folded >= ledger.MIN_PRODUCERS  # more than one reading shows, perhaps
             self._fold_at = time.monotonic() + (0.0 if is_crowded else FOLD_EVERY_S)
 
     def _fold_rows(self) -> None:
-        producers = [producer for producer in self._shared.ledger.rows if producer >= 0]
-        self._shared.ledger.fold(ledger.unlisted(*self._held[:2], producers))
+        """Fold the rows of producers that were folded. A shadow first reads all that these had appended until then."""
+        rows = self._shared.ledger
+        if is_shadow := self._source != self._run:
+            if stream.order(rows.cursor)[0] <= self._unlisted_ms:
+                return
+            rows.fold(self._unlisted)
+        producers = [producer for producer in rows.rows if producer >= 0]
+        found = ledger.unlisted(self._client, self._source, producers)
+        if is_shadow:
+            self._unlisted, self._unlisted_ms = found, runs.server_ms(self._client)
+        else:
+            rows.fold(found)
 
     def _report_entries(self) -> None:
         """Report some lost fragments in the journal, and store some refused entries in `dead`."""

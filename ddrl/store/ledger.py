@@ -320,8 +320,10 @@ def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | Non
         pipe.hgetall(keys.ledger(run))
         call(pipe, "newest_id", [keys.experience(run)])
         pipe.xlen(keys.experience(run))
-        listed, raw, last, length = execute(pipe)
-    producers, (rows, cursor) = bounded.paired(listed), _rows(raw)
+        pipe.hget(keys.state(run), "reads")
+        listed, raw, last, length, reads = execute(pipe)
+    # What a shadow learns from was appended to another run's stream: it has no accounts.
+    producers, (rows, cursor) = {} if reads else bounded.paired(listed), _rows(raw)
     waiting: Counter[int] = Counter()
     if last:
         for entries in stream.appended(client, run, cursor, last):

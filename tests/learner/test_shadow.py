@@ -136,6 +136,41 @@ def test_what_folded_producers_have_played_is_learned_from(server) -> None:
     assert other.dead == [b"no append wrote it"]
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_shadow_counts_each_fragment_once_though_producers_are_folded(
+    server, monkeypatch: pytest.MonkeyPatch, restarts: bool
+) -> None:
+    monkeypatch.setattr("ddrl.learner.publisher.FOLD_EVERY_S", 0.0)
+    monkeypatch.setattr("ddrl.learner.publisher.RENEW_S", 0.0)
+    source = Run(server, endless_config())
+    other = shadow(source)
+    learner = other.learner()
+
+    def follow() -> None:
+        with training(learner, serves=False):
+            source.catch_up(learner)
+            cursor = learner.shared.ledger.cursor.decode()
+            until(lambda: (learner.publisher.round(), other.meta.get("cursor"))[1] == cursor)
+            learner.publisher.round()
+        learner.stopping.clear()
+
+    for part in range(4):
+        source.play(200, anew=part == 2)
+        if part == 1:
+            with finished(source) as mine:
+                source.catch_up(mine)
+            assert fold_now(source.client, source.id, source.take(), source.meta["ledger"]) == 1
+        if part == 1 and restarts:
+            learner.finish()
+            learner = other.learner()
+        follow()
+    learner.finish()
+    assert "lost fragments" not in other.journal and other.dead == []
+    assert learner.shared.ledger.fragments == source.state.appended_fragments
+    assert set(learner.shared.ledger.rows) == {2, ledger.ENDED}
+    assert ledger.audit(other.client, other.id).is_balanced
+
+
 @pytest.mark.long
 def test_the_command(server, processes: Processes) -> None:
     source = Run(server, endless_config())
