@@ -194,8 +194,9 @@ def read(client: Redis, run: str) -> tuple[dict[int, Row], bytes]:
 def fold(client: Redis, run: str, token: int, checkpoint: Mapping[str, Sequence[int]]) -> int:
     """Fold producers that have ended and have no waiting fragments; return their number.
 
-    Where there are many (half of MIN_PRODUCERS), a producer counts as ended by its silence alone, and its counts need
-    not agree; a record of which no entry was read is deleted. So those go too that workers have only written.
+    Where there are many (half of MIN_PRODUCERS), a process that lives keeps only the producer that appended last, and
+    the others' counts need not agree; a record of which no entry was read is deleted. So those go too that workers have
+    only written.
 
     Args:
         client: connection to the server.
@@ -220,17 +221,21 @@ def fold(client: Redis, run: str, token: int, checkpoint: Mapping[str, Sequence[
     read_ms = cursor[0] if newest and stream.order(newest) > cursor else now_ms
     alive = {(worker.node, pid) for worker in workers.alive(client) for pid in worker.pids}
     is_crowded = len(producers) > MIN_PRODUCERS // 2
+    known = {field: Producer.decode(value) for field, value in producers.items()}
+    last_ms = {field: one.last_ms if one.last_ms <= now_ms else 0 for field, one in known.items()}
+    by_time = sorted(known, key=lambda field: (last_ms[field], len(field), field))
+    newest_of = {(known[field].node, known[field].pid): field for field in by_time}  # by process
     ended: list[tuple[bytes, Producer, Row]] = []
-    for field, value in producers.items():
-        producer, values = Producer.decode(value), checkpoint.get(field.decode(errors="replace"))
+    for field, producer in known.items():
+        values = checkpoint.get(field.decode(errors="replace"))
         row = Row() if values is None else Row(*values)
         if field == b"%d" % ENDED or raw.get(field) != (None if values is None else row.encode().encode()):
             continue
-        last_ms = producer.last_ms if producer.last_ms <= now_ms else 0
-        is_ended = is_crowded or (producer.node, producer.pid) not in alive
+        process = producer.node, producer.pid
+        is_ended = process not in alive or (is_crowded and newest_of[process] != field)
         is_read = values is not None and producer.fragments == row.decided
-        is_read |= is_crowded and last_ms + quiet_ms < read_ms  # all entries of that time were read
-        if now_ms - last_ms >= quiet_ms and is_ended and is_read:
+        is_read |= is_crowded and last_ms[field] + quiet_ms < read_ms  # all entries of that time were read
+        if now_ms - last_ms[field] >= quiet_ms and is_ended and is_read:
             ended.append((field, Producer() if values is None else producer, row))
     # Rows whose records are gone, and which the learner has folded: a worker may delete all records.
     gone = {field for field in raw.keys() - producers.keys() if _ID.fullmatch(field)}

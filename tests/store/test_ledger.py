@@ -278,6 +278,22 @@ def test_a_producer_whose_process_lives_is_not_folded(client: Redis, run: str, t
     assert set(audit.accounts) == {2, ENDED} and audit.is_balanced
 
 
+def test_of_many_producers_those_of_living_processes_are_kept(
+    client: Redis, run: str, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process keeps the one that appended last: a worker may write any number of records."""
+    monkeypatch.setattr(ledger, "MIN_PRODUCERS", 2)
+    for producer, pid in ((1, 11), (2, 12), (3, 12), (4, 13)):
+        append(client, run, 0, producer=producer, node="node", pid=pid)
+    rows = dict.fromkeys((1, 2, 3, 4), Row(1, 0, 0, 7, 0))
+    ledger.put(client, run, token, rows, stream.read(client, run, b"0-0", count=4)[-1].entry_id)
+    workers.beat(client, Heartbeat("node", "host", 1, 2, (), {}, pids=(12, 13)))
+    assert fold(client, run, token, rows) == 2
+    assert set(ledger.audit(client, run).accounts) == {3, 4, ENDED}
+    reply = append(client, run, 1, producer=4, node="node", pid=13)
+    assert reply.answer is not Answer.STOPPED
+
+
 def test_a_producer_is_folded_once_a_checkpoint_covers_it(client: Redis, run: str, token: int) -> None:
     first, second = ({1: Row(count, 0, 0, 7, count - 1)} for count in (1, 2))
     append(client, run, 0)
