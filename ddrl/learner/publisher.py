@@ -287,7 +287,9 @@ class Publisher:
         except connection.OUTAGES as error:
             self._outage_at = self._outage_at or started
             now = time.monotonic()
-            if connection.is_full(error) and now >= max(self._outage_at + SLOW_S, self._shed_at):
+            if not connection.is_full(error):  # folding frees memory
+                self._fold_at = now + FOLD_EVERY_S  # heartbeats have expired, and are back by then
+            elif now >= max(self._outage_at + SLOW_S, self._shed_at):
                 self._shed()
             raise
         now = time.monotonic()

@@ -32,8 +32,9 @@ from ddrl.store.untrusted import PRODUCER_ID, Count, Name
 AUDITS = 10  # attempts, since the run goes on during an audit
 UNKNOWN = -1  # the producer of entries that no append wrote
 ENDED = -2  # stands for all producers that were folded
-# A producer is folded only this long after its last append: a late heartbeat after an outage does not fold a live one.
-QUIET_S = 60.0
+QUIET_S = (
+    60.0  # a producer is folded this long after its last append at the earliest: a heartbeat may be late
+)
 FOLDED_AT_ONCE = 1_000  # producers in one call, since a long script delays every other client
 MIN_PRODUCERS = 1_000  # that a run may have, however few processes play
 MAX_PRODUCERS = 20_000  # that are not folded, of a run; those of 1,000 workers with 16 processes each

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
-from redis import Redis
+from redis import Redis, RedisError
 from support.algorithms import assert_same
 from support.learners import Run, fields_of, finished, training, until
 from support.private_server import PrivateServer
@@ -18,7 +18,7 @@ from support.runs import target_config
 
 from ddrl.config import RunConfig
 from ddrl.learner import publisher
-from ddrl.store import checkpoints, stream, weights
+from ddrl.store import checkpoints, leases, ledger, stream, weights
 from ddrl.store.connection import NotConfirmedError
 
 SELDOM = {"publish_every_s": 3600, "checkpoint_every_s": 3600, "metrics_every_s": 3600}
@@ -90,6 +90,32 @@ def test_a_frozen_server_is_waited_for(server) -> None:
             time.sleep(2.0)
         until(lambda: any(row["server_wait_s"] > 1.0 for row in run.rows))
     run.audit()
+
+
+def test_after_an_outage_no_producer_is_folded_before_heartbeats_are_back(server, monkeypatch) -> None:
+    monkeypatch.setattr(ledger, "QUIET_S", 0.0)
+    monkeypatch.setattr(publisher, "RENEW_S", 0.0)
+    run = Run(server, config())
+    run.play(100)
+    with finished(run) as learner:
+        run.catch_up(learner)
+    producers = [*run.audit().accounts]
+
+    def fail(*held: object) -> None:
+        raise RedisError("away")
+
+    for fails in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(publisher, "FOLD_EVERY_S", 0.0)  # the first time is due
+            learner = run.learner()
+        if fails:
+            with monkeypatch.context() as patch:
+                patch.setattr(leases, "renew", fail)
+                with pytest.raises(RedisError):
+                    learner.publisher.round()
+        learner.publisher.round()
+        learner.close()
+        assert [*run.audit().accounts] == (producers if fails else [ledger.ENDED])
 
 
 def test_a_full_server_gets_memory_back_from_the_stream(server) -> None:
