@@ -32,9 +32,8 @@ from ddrl.store.untrusted import PRODUCER_ID, Count, Name
 AUDITS = 10  # attempts, since the run goes on during an audit
 UNKNOWN = -1  # the producer of entries that no append wrote
 ENDED = -2  # stands for all producers that were folded
-QUIET_S = (
-    60.0  # a producer is folded this long after its last append at the earliest: a heartbeat may be late
-)
+QUIET_S = 60.0  # after its last append, at the earliest, a producer is folded: a heartbeat may be late
+ACTOR_QUIET_S = 3_600.0  # the same of an actor in another language (node "-"), which has no heartbeat
 FOLDED_AT_ONCE = 1_000  # producers in one call, since a long script delays every other client
 MIN_PRODUCERS = 1_000  # that a run may have, however few processes play
 MAX_PRODUCERS = 20_000  # that are not folded, of a run; those of 1,000 workers with 16 processes each
@@ -196,8 +195,8 @@ def fold(client: Redis, run: str, token: int, checkpoint: Mapping[str, Sequence[
     """Fold producers that have ended and have no waiting fragments; return their number.
 
     Where there are many (half of MIN_PRODUCERS), a process that lives keeps only the producer that appended last, and
-    the others' counts need not agree; a record of which no entry was read is deleted. So those go too that workers have
-    only written.
+    the others' counts need not agree; a record of which no entry was read is deleted, and ACTOR_QUIET_S is QUIET_S. So
+    those go too that workers have only written.
 
     Args:
         client: connection to the server.
@@ -236,7 +235,8 @@ def fold(client: Redis, run: str, token: int, checkpoint: Mapping[str, Sequence[
         is_ended = process not in alive or (is_crowded and newest_of[process] != field)
         is_read = values is not None and producer.fragments == row.decided
         is_read |= is_crowded and last_ms[field] + quiet_ms < read_ms  # all entries of that time were read
-        if now_ms - last_ms[field] >= quiet_ms and is_ended and is_read:
+        least_ms = 1e3 * ACTOR_QUIET_S if producer.node == "-" and not is_crowded else quiet_ms
+        if now_ms - last_ms[field] >= least_ms and is_ended and is_read:
             ended.append((field, Producer() if values is None else producer, row))
     # Rows whose records are gone, and which the learner has folded: a worker may delete all records.
     gone = {field for field in raw.keys() - producers.keys() if _ID.fullmatch(field)}

@@ -93,7 +93,7 @@ def test_a_frozen_server_is_waited_for(server) -> None:
 
 
 def test_after_an_outage_no_producer_is_folded_before_heartbeats_are_back(server, monkeypatch) -> None:
-    monkeypatch.setattr(ledger, "QUIET_S", 0.0)
+    monkeypatch.setattr(ledger, "ACTOR_QUIET_S", 0.0)
     monkeypatch.setattr(publisher, "RENEW_S", 0.0)
     run = Run(server, config())
     run.play(100)

@@ -109,6 +109,7 @@ def test_the_ledger_balances_while_learners_die(server, monkeypatch, churns: boo
     if churns:
         monkeypatch.setattr("ddrl.learner.publisher.FOLD_EVERY_S", 0.02)
         monkeypatch.setattr("ddrl.store.ledger.QUIET_S", 0.1)
+        monkeypatch.setattr("ddrl.store.ledger.ACTOR_QUIET_S", 0.1)
     stop, audits = threading.Event(), []
 
     def audit_all_along() -> None:
@@ -283,6 +284,7 @@ def test_of_many_producers_those_of_living_processes_are_kept(
 ) -> None:
     """A process keeps the one that appended last: a worker may write any number of records."""
     monkeypatch.setattr(ledger, "MIN_PRODUCERS", 2)
+    client.set(keys.PRODUCERS, 4)
     for producer, pid in ((1, 11), (2, 12), (3, 12), (4, 13)):
         append(client, run, 0, producer=producer, node="node", pid=pid)
     rows = dict.fromkeys((1, 2, 3, 4), Row(1, 0, 0, 7, 0))
@@ -292,6 +294,23 @@ def test_of_many_producers_those_of_living_processes_are_kept(
     assert set(ledger.audit(client, run).accounts) == {3, 4, ENDED}
     reply = append(client, run, 1, producer=4, node="node", pid=13)
     assert reply.answer is not Answer.STOPPED
+
+
+def test_an_actor_that_has_no_heartbeat_may_be_silent_for_minutes(
+    client: Redis, run: str, token: int
+) -> None:
+    client.set(keys.PRODUCERS, 2)
+    for producer, node in ((1, "-"), (2, "gone")):
+        append(client, run, 0, producer=producer, node=node)
+        record = json.loads(client.hget(keys.producers(run), str(producer)) or "")
+        record["last_ms"] -= 120_000
+        client.hset(keys.producers(run), str(producer), json.dumps(record))
+    rows = dict.fromkeys((1, 2), Row(1, 0, 0, 7, 0))
+    ledger.put(client, run, token, rows, stream.read(client, run, b"0-0", count=2)[-1].entry_id)
+    checkpoint = {str(producer): astuple(row) for producer, row in rows.items()}
+    assert ledger.fold(client, run, token, checkpoint) == 1
+    assert append(client, run, 1, producer=1).answer is not Answer.STOPPED
+    assert append(client, run, 1, producer=2, node="gone").answer is Answer.STOPPED
 
 
 def test_a_producer_is_folded_once_a_checkpoint_covers_it(client: Redis, run: str, token: int) -> None:

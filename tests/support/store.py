@@ -59,6 +59,7 @@ def fold_now(client: Redis, run: str, token: int, checkpoint: Mapping[str, Seque
     """Fold producers as `ledger.fold` does, however lately they have appended."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledger, "QUIET_S", 0.0)
+        patch.setattr(ledger, "ACTOR_QUIET_S", 0.0)
         return ledger.fold(client, run, token, checkpoint)
 
 
