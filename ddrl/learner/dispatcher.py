@@ -59,6 +59,8 @@ class Dispatcher:
         self._spent_s: tuple[float, float] | None = None
         self._mean_processes, self._useful_processes, self._processes = 0.0, 0.0, 0.0
         self._admitted = 0  # fragments, at the last survey
+        self.num_processes = 0
+        """Most processes that a survey has found."""
 
     def tick(self, admitted: int = 0) -> int:
         """Send messages that are missing; return how many are. To be called ten times a second.
@@ -115,6 +117,7 @@ class Dispatcher:
         serving = [worker for worker in fleet if self._queue in worker.queues]
         self._nodes = frozenset(worker.node for worker in serving)
         processes = min(sum(worker.processes for worker in serving if not worker.draining), MAX_PROCESSES)
+        self.num_processes = max(processes, self.num_processes)
         # Many may be lost at once, which is to be noted.
         self._processes = max(processes, 0.9 * self._processes)
         self._num_messages = max(1, min(processes, 2), math.ceil(processes / PROCESSES_PER_MESSAGE))

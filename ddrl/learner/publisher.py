@@ -52,7 +52,8 @@ LEAST_HIGH = 0.5  # the same where entries are large
 ROOM = 0.15  # share of it that is made
 SHED_KEEPS = 0.9  # share of the stream that a full server keeps each time
 SHED_S = 1.0  # between two of these times
-MOST_OVERSHOOT = 16_384  # steps that processes which begin together may play before they know of one another
+MOST_OVERSHOOT = 16_384  # steps beyond the allowance that count; for each process as many more as
+FIRST_STEPS = 50  # its first fragment has at most, played before it knows of others, in each environment
 STUCK_S = 5.0  # after which fragments are dropped that wait for others, for which the stream has no room
 
 Tensors = Mapping[str, torch.Tensor]
@@ -159,6 +160,8 @@ class Publisher:
         """Revision of the run at which its learner has loaded weights to go back to; None if it has not."""
         self.template: Template | None = None
         """Makes the policy's ONNX files; None: none are published."""
+        self.num_processes = 0
+        """Most processes that may play at once, as far as they are known."""
         self.folder: Path | None = None
         """Folder of a recording, made before entries leave the stream; None: they leave unrecorded."""
         self._recording: Recording | None = None
@@ -168,7 +171,8 @@ class Publisher:
         # The last entry that the server's ledger includes; later ones are not trimmed.
         self._ledger_cursor = b"0-0"
         self._published_updates, self._allowed = 0, -1
-        self._allowed_before = 0  # the largest allowance that an earlier learner gave
+        # The largest allowance that an earlier learner gave, and the processes that it has counted last.
+        self._allowed_before = self._num_processes_before = 0
         # A version that may have been read, though a failover lost it: it is not given to other weights.
         self._unconfirmed = -1
         now = time.monotonic()
@@ -209,6 +213,7 @@ class Publisher:
         """
         shared = self._shared
         self._allowed_before = stream.most_allowed(self._client, self._run)
+        self._num_processes_before = runs.num_processes(self._client, self._run)
         self._fold_rows()
         rows, cursor = shared.ledger.rows, shared.ledger.cursor
         shared.ledger.changes()
@@ -462,7 +467,9 @@ class Publisher:
     @property
     def most_steps(self) -> int:
         """Env steps up to which fragments count: processes append little more than they were allowed."""
-        return max(self._allowed, self._allowed_before) + self._config.replay.slack_steps + MOST_OVERSHOOT
+        num_envs = self._config.env.num_envs * max(self.num_processes, self._num_processes_before)
+        allowed = max(self._allowed, self._allowed_before) + self._config.replay.slack_steps
+        return allowed + MOST_OVERSHOOT + FIRST_STEPS * num_envs
 
     def allowance(self, version: int) -> int:
         """Return the environment steps that may be appended in all once `version` is published."""

@@ -516,6 +516,7 @@ class _Attempt:
             )
             if not self._evaluations.holds_play and not self._reads:
                 self._dispatcher.tick(shared.ledger.consumed)
+                learner.publisher.num_processes = self._dispatcher.num_processes
         if self._reached() or self._interrupted.is_set() or self._regroup:
             learner.stopping.set()
 

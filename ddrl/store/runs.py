@@ -412,6 +412,11 @@ def source(client: Redis, run: str) -> str:
     return (cast("bytes | None", client.hget(keys.state(run), "reads")) or run.encode()).decode()
 
 
+def num_processes(client: Redis, run: str) -> int:
+    """Return the processes that may play a run, as its learner's dispatcher has counted them last."""
+    return int(cast("bytes | None", client.hget(keys.state(run), "processes")) or 0)
+
+
 def sources(client: Redis) -> dict[str, str]:
     """Return the runs whose experience others learn from that have not ended, each with one of these."""
     names = open_names(client)

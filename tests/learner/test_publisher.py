@@ -18,7 +18,7 @@ from support.runs import target_config
 
 from ddrl.config import RunConfig
 from ddrl.learner import publisher
-from ddrl.store import checkpoints, leases, ledger, stream, weights
+from ddrl.store import checkpoints, keys, leases, ledger, stream, weights
 from ddrl.store.connection import NotConfirmedError
 
 SELDOM = {"publish_every_s": 3600, "checkpoint_every_s": 3600, "metrics_every_s": 3600}
@@ -167,6 +167,18 @@ def test_many_collectors_are_woken_less_often(server) -> None:
     learner.publisher.round()
     assert run.state.allowance >= 3 * 10**6
     learner.close()
+
+
+def test_all_steps_count_that_many_processes_play_before_they_know_of_one_another(server) -> None:
+    run = Run(server, config(env={"num_envs": 16}))
+    run.client.hset(keys.state(run.id), "processes", 200)  # as a dispatcher does
+    run.begin_together(200)
+    learner = run.learner()
+    with training(learner, serves=False):  # so that no more is allowed meanwhile
+        run.catch_up(learner)
+    learner.publisher.round()
+    learner.finish()
+    assert learner.shared.env_steps == run.state.appended_steps == 51_200
 
 
 def test_rates_outlast_the_seconds_between_two_iterations(server) -> None:

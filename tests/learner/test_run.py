@@ -42,6 +42,7 @@ from ddrl.store import (
     logs,
     runs,
     weights,
+    workers,
 )
 from ddrl.worker.tasks import play_evaluation
 
@@ -67,6 +68,23 @@ def learns(run: Run, taken: int) -> None:
     until(lambda: run.token >> 16 == taken, SLOW_S)
     before = run.state.updates
     until(lambda: run.state.updates > before, SLOW_S)
+
+
+def test_all_steps_of_a_fleet_that_begins_together_count(server, learn) -> None:
+    run = Run(server, endless_config(env={"num_envs": 16}, learner={"metrics_every_s": 0.1}))
+    queues, stop = (run.state.queue,), threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.2):
+            workers.beat(run.client, workers.Heartbeat("node", "host", 1, 200, queues, {}))
+
+    with in_threads(beat, stop=stop.set):
+        learning = learn(run)
+        until(lambda: run.client.hget(keys.state(run.id), "processes") == b"200", SLOW_S)
+        run.begin_together(200)
+        until(lambda: run.rows and run.rows[-1]["admitted"] == 200)
+    learning.end()
+    assert run.rows[-1]["env_steps"] == run.state.appended_steps == 51_200
 
 
 # --- a run changes hands ---------------------------------------------------------------------------------

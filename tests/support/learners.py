@@ -64,6 +64,14 @@ class Run:
         self.players = Players() if anew else self.players
         play_steps(self.client, self.id, 0, steps, players=self.players)
 
+    def begin_together(self, num: int) -> None:
+        """Append a first fragment of 256 transitions, the same, by each of so many producers."""
+        self.play(256)
+        fields = fields_of(self.entries[0])
+        for _ in range(num - 1):
+            producer = stream.new_producer(self.client, self.id)
+            self.append(fields, producer=producer, seq=0, num_transitions=256)
+
     def append(self, fields: dict[bytes, bytes], **options: Any) -> None:
         """Append a fragment of 8 transitions by another producer."""
         stream.append(self.client, self.id, fields, **{"incarnation": 1, "num_transitions": 8} | options)
