@@ -201,15 +201,17 @@ def create(
     spec, weights = config.model_dump_json(by_alias=True), initial[1] if initial is not None else b""
     parts: list[str] = []
     try:
-        if state is not None:
-            counters = asdict(checkpoints.Counters())
-            parts = checkpoints.part_keys(run, checkpoints.parts_of(state[1], token=0, number=0))
-            pointer = checkpoints.store_parts(client, run, 0, 0, state[1], counters)
-            fields["checkpoint"] = json.dumps(pointer)
-        args = [run, spec, weights, fields["created_ms"], fields]
-        call(client, "create_run", [*of_run, keys.RUNS, keys.OPEN], args)
+        is_created = False
+        while not is_created:  # until then `prune.delete_strays` deletes the parts, as they are of no run
+            if state is not None:
+                counters = asdict(checkpoints.Counters())
+                parts = checkpoints.part_keys(run, checkpoints.parts_of(state[1], token=0, number=0))
+                pointer = checkpoints.store_parts(client, run, 0, 0, state[1], counters)
+                fields["checkpoint"] = json.dumps(pointer)
+            args = [run, spec, weights, fields["created_ms"], fields]
+            is_created = call(client, "create_run", [*of_run, keys.RUNS, keys.OPEN, *parts], args) >= 0
     except BaseException:
-        if parts:
+        if parts and not client.hexists(keys.state(run), "status"):  # only the reply may have been lost
             client.unlink(*parts)
         raise
     return run

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
+from typing import Any
 
 import pytest
+import redis
 from redis import Redis
 from support.store import SPACES, events, make_config, make_run, take
 
+from ddrl.runs import prune
 from ddrl.store import checkpoints, connection, keys, leases, ledger, metrics, runs, stream, weights
 from ddrl.store.connection import StoreError
 
@@ -197,3 +201,33 @@ def test_a_run_that_is_not_created_leaves_no_checkpoint(
     run = runs.create(client, make_config(), SPACES, state=("other, update 3", b"x" * 35))
     assert checkpoints.load(client, run)[0] == b"x" * 35  # type: ignore[index]
     assert runs.state(client, run).warm == "other, update 3"
+
+
+def test_parts_deleted_as_of_no_run_before_it_is_created_are_stored_again(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_parts, pruning = checkpoints.store_parts, iter([True])
+
+    def pruned(client: Redis, *arguments: Any) -> checkpoints.Pointer:
+        pointer = store_parts(client, *arguments)
+        if next(pruning, False):  # only the first time
+            assert prune.delete_strays(client)[0] == 1
+        return pointer
+
+    monkeypatch.setattr(checkpoints, "store_parts", pruned)
+    run = runs.create(client, make_config(), SPACES, state=("other, update 3", b"tensors"))
+    assert checkpoints.load(client, run) == (b"tensors", asdict(checkpoints.Counters()))
+    assert events(client, run) == ["created"]
+
+
+def test_a_run_whose_creation_gets_no_reply_keeps_its_checkpoint(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(client: Redis, script: str, *arguments: Any) -> None:
+        connection.call(client, script, *arguments)
+        raise redis.ConnectionError("no reply")
+
+    monkeypatch.setattr(runs, "call", call)
+    with pytest.raises(redis.ConnectionError):
+        runs.create(client, make_config(), SPACES, state=("other, update 3", b"tensors"), run="created")
+    assert checkpoints.load(client, "created") == (b"tensors", asdict(checkpoints.Counters()))
