@@ -164,17 +164,20 @@ class Hold:
                     self._sync()
                 if (lock := try_lock(path)) is None:
                     continue
-                restarts = restarts + 1 if time.monotonic() - started < 60.0 else 1
-                if restarts > MAX_RESTARTS:
-                    unlock(lock)
-                    _log(f"the server ended {restarts} times in a row; giving up")
+                with contextlib.ExitStack() as locked:
+                    locked.callback(unlock, lock)  # also if this attempt fails: another one needs it
+                    restarts = restarts + 1 if time.monotonic() - started < 60.0 else 1
+                    if restarts > MAX_RESTARTS:
+                        _log(f"the server ended {restarts} times in a row; giving up")
+                        return
+                    started = time.monotonic()
+                    _log("the server ended unexpectedly; starting it again")
+                    self._released.wait(0.05 * (2**restarts - 2))
+                    locked.pop_all()
+                    _start(lock)  # which closes the lock's file
+            except (OSError, StoreError):
+                if not path.parent.exists():
                     return
-                _log("the server ended unexpectedly; starting it again")
-                self._released.wait(0.05 * (2**restarts - 2))
-                started = time.monotonic()
-                _start(lock)
-            except (OSError, StoreError):  # its folder is gone
-                return
 
     def _sync(self) -> None:
         """Have the system write the server's append-only file to the disk; one user does it for all.
@@ -366,8 +369,8 @@ def last_line(log: Path) -> str:
 
 
 def _log(text: str) -> None:
-    """Write a line into the server's log."""
-    with open(_open_log(), "a", encoding="utf-8") as log:
+    """Write a line into the server's log, if the disk takes it."""
+    with contextlib.suppress(OSError), open(_open_log(), "a", encoding="utf-8") as log:
         log.write(f"{time.strftime('%d %b %Y %H:%M:%S')} ddrl {os.getpid()}: {text}\n")
 
 

@@ -125,6 +125,34 @@ def test_a_killed_server_is_restarted_with_its_data_by_any_of_its_users(new_user
     assert is_stopped()
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("step", ["_log", "_server_config"])
+def test_a_restart_that_fails_once_is_tried_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The attempt that fails leaves the lock of `redis.pid` free: the next one, of any process, needs it."""
+    with embedded.use(), connection.connect() as client:
+        act, failing = getattr(embedded, step), iter([True])
+
+        def fail(*arguments: str) -> object:
+            if next(failing, False):
+                raise OSError(28, "No space left on device")
+            return act(*arguments)
+
+        monkeypatch.setattr(embedded, step, fail)
+        kill_server(client)
+        assert not next(failing, False)
+
+
+@pytest.mark.faults
+def test_a_server_whose_log_takes_no_line_is_restarted(home: Path) -> None:
+    with embedded.use(), connection.connect() as client:
+        embedded.log_path().unlink()
+        embedded.log_path().symlink_to("/dev/full")
+        kill_server(client)
+        embedded.log_path().unlink()
+
+
 def test_one_user_has_its_file_synced(new_user: NewUser, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
 
