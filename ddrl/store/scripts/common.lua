@@ -55,12 +55,15 @@ local function increase(key, field, by)
   redis.call('HSET', key, field, sum < 2 ^ 53 and sum or by)
 end
 
--- Drop the older half of a stream as long as it is larger than any that ddrl writes: one entry of a worker's may have
--- millions of fields, which take seconds each time they are looked at. Nothing happens where the caller may not do it.
+-- Drop the older half of a stream as long as it is larger than any that ddrl writes, in all or, above 16 MiB, by its
+-- mean entry: results of evaluations are the longest. One entry of a worker's may have millions of fields, which take
+-- seconds each time they are looked at. Nothing happens where the caller may not do it.
 local function shrink(key)
+  local longest = string.find(key, '}:evaluations', 1, true) and 2 ^ 16 or 2 ^ 14
   repeat
     local bytes, length = redis.pcall('MEMORY', 'USAGE', key, 'SAMPLES', 0), redis.call('XLEN', key)
-    if type(bytes) ~= 'number' or bytes <= 2 ^ 24 or length == 0 then return end
+    if type(bytes) ~= 'number' or length == 0 then return end
+    if bytes <= math.max(2 ^ 24, math.min(2 ^ 27, longest * length)) then return end
   until type(redis.pcall('XTRIM', key, 'MAXLEN', math.floor(length / 2))) ~= 'number'
 end
 
