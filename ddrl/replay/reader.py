@@ -234,8 +234,8 @@ class Reader:
         cursor: the last entry already admitted.
         decode: called with each entry in the reader's thread.
         drop_next: called with the cursor where the next entry cannot be read; deletes it if it is too long.
-        lower_ids: called now and then, and where an entry's id is too late, with the cursor and the latest id; gives
-            later entries other ids.
+        lower_ids: called now and then, and where an entry's id is too late, with the cursor and the latest id by the
+            clock; gives later entries other ids, of experience those that come a day after the cursor, too.
         report: of a leader, called with an entry; returns the fields that another rank has decoded, or None as long as
             that has not read it, and the entry waits.
         keeps_folded: of a shadow; see `ledger.checked`.
@@ -336,8 +336,9 @@ class Reader:
         try:
             while not self._stopping.is_set():
                 if time.monotonic() >= self._latest_at:
-                    self._latest = retry(partial(capped_streams.latest, self._client))
-                    retry(partial(self._lower_ids, self._cursor, self._latest))
+                    latest = retry(partial(capped_streams.latest, self._client))
+                    retry(partial(self._lower_ids, self._cursor, latest))
+                    self._latest = max(latest, capped_streams.day_after(self._cursor), key=stream.order)
                     reached = identify()  # what is read from now on is of this server, or of a later one
                     self._latest_at = time.monotonic() + LATEST_S
                 found, now = retry(self._read), ""

@@ -19,6 +19,11 @@ def latest(client: Redis) -> bytes:
     return b"%d-0" % (1000 * seconds + DAY_MS)
 
 
+def day_after(entry_id: bytes) -> bytes:
+    """Return the id a day after an entry's, which may be ahead of the clock: new entries come after it."""
+    return b"%d-0" % (int(entry_id.split(b"-")[0]) + DAY_MS)
+
+
 def is_exhausted(client: Redis, key: str) -> bool:
     """Return whether a stream takes no entry before tomorrow, for a worker has written one with a late id."""
     if not client.exists(key):

@@ -50,8 +50,9 @@ def append(client: Redis, *fragments: Fragment, **further: bytes) -> None:
 @contextlib.contextmanager
 def reading(client: Redis, **options: Any) -> Iterator[Reader]:
     """A reader that runs inside the block."""
-    mends = {name: options.pop(name) for name in ("drop_next",) if name in options}
-    reader = Reader(client, RUN, b"0-0", functools.partial(DECODE, **options), **mends)
+    mends = {name: options.pop(name) for name in ("drop_next", "lower_ids") if name in options}
+    cursor = options.pop("cursor", b"0-0")
+    reader = Reader(client, RUN, cursor, functools.partial(DECODE, **options), **mends)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader_module, "BLOCK_MS", 200)
         reader.start()
@@ -362,3 +363,18 @@ def test_the_largest_value_is_found_in_columns_of_any_type(dtype: str, value: An
     none = {name: 0 * getattr(made, name) for name in ("observation", "final_observation", "reward")}
     forged = replace(made, extras={"forged": column, "episode_metrics": column * 100.0}, **none)
     assert largest_value(forged, SPACES) == (size, "forged")
+
+
+def test_entries_after_a_cursor_that_is_ahead_of_the_clock_are_read(client: Redis) -> None:
+    """The server's clock was set back, or the run was restored from a server whose clock was ahead."""
+    key, cursor = keys.experience(RUN), b"99999999999999-3"
+    client.xdel(key, client.xadd(key, {"x": ""}, id=cursor))
+    append(client, fragment(0), fragment(1))
+    client.xadd(key, codec.encode(fragment(2)), id=b"99999999999999999-0")  # of a worker's
+    lower_ids = functools.partial(stream.lower_ids, client, RUN, 0)
+    with reading(client, cursor=cursor, lower_ids=lower_ids) as reader:
+        found: list[int] = []
+        until(lambda: found.extend(seqs(reader.take(1.0))) or len(found) == 3, 20.0)
+    assert found == [0, 1, 2]
+    (_, _, (last, _)) = client.xrange(key)
+    assert last == b"99999999999999-6"

@@ -3,11 +3,13 @@
 -- No stream takes an id below one that was deleted, so it is written anew; experience that was read goes, as the learner
 -- holds it. The entries pass one at a time, since the server has no bound for what its scripts hold.
 -- KEYS: 1 state (hash), then streams, of which 2 is experience if there is ARGV[3]. ARGV: 1 token, 2 the latest id that
---       stays, 3 the last entry of experience that was read, or "", 4 most entries of experience, 5 of another stream;
---       fewer, if they have more than the 40 parts of an append's. Answer: none.
+--       stays, 3 the last entry of experience that was read, or "", whose next day stays, too: the clock may have been
+--       set back since, 4 most entries of experience, 5 of another stream; fewer, if they have more than the 40 parts of
+--       an append's. Answer: none.
 local function milliseconds(id) return tonumber(string.match(id, '%d+')) end
 
-local function is_late(id) return milliseconds(id) > milliseconds(ARGV[2]) end
+local latest  -- of the stream that is looked at, in ms
+local function is_late(id) return milliseconds(id) > latest end
 
 -- Whether the next id would be late, or there is none.
 local function is_ahead(key)
@@ -19,6 +21,8 @@ end
 write_when_full(KEYS[1])
 for i = 2, #KEYS do
   local is_experience = i == 2 and ARGV[3] ~= ''
+  latest = milliseconds(ARGV[2])
+  if is_experience then latest = math.max(latest, milliseconds(ARGV[3]) + 86400000) end
   if not is_experience then shrink(KEYS[i]) end
   if is_ahead(KEYS[i]) then
     local lowered = KEYS[i] .. ':lowered'
