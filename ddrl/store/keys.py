@@ -15,7 +15,7 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | ddrl:broken                       | stream | worker               | cli                       | items of the broker that are no messages, with reasons       | capped |
 | ddrl:{run}:spec                   | string | submit, cli          | all                       | resolved config, JSON                                        | the run's |
 | ddrl:{run}:state                  | hash   | submit, learner, cli | all                       | status, reason, settings that scripts read, allowance, version, pointer to the checkpoint | the run's |
-| ddrl:{run}:counts                 | hash   | all                  | all                       | what workers count: appends, process time, crashes, the last error (see COUNTS) | the run's |
+| ddrl:{run}:counts                 | hash   | all                  | all                       | what workers count: appends, process time, crashes and ids of their reports, the last error (see COUNTS) | the run's |
 | ddrl:{run}:initial                | string | submit               | learner                   | initial weights, safetensors                                 | the run's |
 | ddrl:{run}:rollback               | string | cli                  | learner                   | weights of the version to go back to, safetensors            | until a learner has gone back |
 | ddrl:{run}:lease                  | string | learner              | all                       | fencing token of the learner that holds the run              | expires |

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -234,10 +235,18 @@ def note_lost(client: Redis, run: str, processes: Sequence[str], reason: str) ->
     return cast(int, call(client, "note_lost", script_keys, args))
 
 
-def note_crash(client: Redis, run: str, reason: str) -> int:
-    """Note that a process could not play the run or ended meanwhile; return such crashes since the last fragment."""
+def note_crash(client: Redis, run: str, reason: str, *, report_id: str = "") -> int:
+    """Note that a process could not play the run or ended meanwhile; return such crashes since the last fragment.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        reason: for the journal.
+        report_id: 16 random characters, by which a report that is sent again counts once; by default new ones.
+    """
     script_keys = [keys.state(run), keys.journal(run), keys.counts(run)]
-    return cast(int, call(client, "note_crash", script_keys, [reason[:REASON_LENGTH], runs.JOURNAL_LENGTH]))
+    args = [reason[:REASON_LENGTH], runs.JOURNAL_LENGTH, report_id or secrets.token_hex(8)]
+    return cast(int, call(client, "note_crash", script_keys, args))
 
 
 def drain(client: Redis, node: str) -> None:

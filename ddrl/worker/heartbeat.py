@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -58,9 +59,11 @@ class HeartbeatSender:
 
     def report_crash(self, task: str, run: str, reason: str) -> None:
         """Report to a run that a process could not play it; an empty `run` is the one that the task plays."""
+        report_id = secrets.token_hex(8)  # the same when it is repeated
 
         def report(client: Redis) -> None:
-            segments.note_crash(client, run or segments.run_of_task(client, task) or "", reason)
+            played = run or segments.run_of_task(client, task) or ""
+            segments.note_crash(client, played, reason, report_id=report_id)
 
         self._reports.put(report)
 

@@ -81,8 +81,6 @@ REPEATED = {
     "full",
     "claim",
     "players",
-    "crashes",
-    "crashes_total",
     "journal",
     "logs",
 }
@@ -147,6 +145,7 @@ class Run:
     dead: int = 0
     crashes: int = 0
     crashes_total: int = 0
+    noted: int = -1  # step in which a crash was reported last
     lost: int = 0
     error: str = ""
     claim: int = 0
@@ -590,13 +589,14 @@ class Scripts(RuleBasedStateMachine):
         def act() -> int | None:
             if run is None:
                 return 0 if kind == "crash" else None
-            if kind == "crash":
+            is_new = kind == "crash" and run.noted != self.num_steps  # a report that comes again counts once
+            if is_new:
                 run.crashes, run.crashes_total, run.error = run.crashes + 1, run.crashes_total + 1, reason
+                run.noted = self.num_steps
             run.logs += kind == "log"
             run.handover = host if kind == "handover" else run.handover
-            if kind in ("note", "crash", "handover") or (
-                kind == "refuse" and run.refusals.get(host) != reason
-            ):
+            is_refused = kind == "refuse" and run.refusals.get(host) != reason
+            if kind in ("note", "handover") or is_new or is_refused:
                 run.journal.append({"note": "noted", "crash": "crashed", "refuse": "refused"}.get(kind, kind))
             if kind == "refuse":
                 run.refusals[host] = reason

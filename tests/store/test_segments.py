@@ -37,6 +37,17 @@ def test_crashes_count_until_the_next_fragment(client: Redis, run: str) -> None:
     ] == "signal 9"
 
 
+def test_a_repeated_report_of_a_crash_counts_once(client: Redis, run: str) -> None:
+    """A reply may be lost, and another process report a crash before the report comes again."""
+    ids = [f"{n:16}" for n in (1, 1, 1, 1, 1, 2, 1, *range(3, 18), 2)]
+    counts = [segments.note_crash(client, run, "signal 11", report_id=one) for one in ids]
+    assert counts == [1] * 5 + [2, 2, *range(3, 18), 17] and runs.state(client, run).crashes_total == 17
+    assert len(runs.journal(client, run)[0]) == 1 + 17
+    client.hset(keys.counts(run), "crash_ids", ids[0] * 10**6)  # of a worker
+    assert segments.note_crash(client, run, "signal 11", report_id=ids[0]) == 18
+    assert client.hstrlen(keys.counts(run), "crash_ids") < 500
+
+
 def test_of_long_reasons_the_beginning_is_read(client: Redis, run: str) -> None:
     client.hset(keys.refusals(run), "h" * 5_000, "x" * 10_000)
     client.hset(keys.counts(run), "error", "y" * 10_000)
