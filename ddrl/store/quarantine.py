@@ -7,6 +7,7 @@ cover. So a fragment that is covered is never drawn, and is drawn again once no 
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -101,5 +102,6 @@ def change(
         raise StoreError(f"run {run}: has {MOST_RULES} rules of quarantine, which is the most; lift some")
     text = json.dumps([asdict(rule) for rule in rules]) if rules else ""
     script_keys = [keys.state(run), keys.journal(run), keys.rollback(run)]
-    if not call(client, "revise", script_keys, [revision, text, weights, JOURNAL_LENGTH, dict(entry)]):
+    args = [revision, text, weights, JOURNAL_LENGTH, secrets.token_hex(8), dict(entry)]
+    if not call(client, "revise", script_keys, args):
         raise StoreError(f"run {run}: its quarantine was changed meanwhile; look at it and try again")

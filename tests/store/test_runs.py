@@ -12,7 +12,18 @@ from redis import Redis
 from support.store import SPACES, events, make_config, make_run, take
 
 from ddrl.runs import prune
-from ddrl.store import checkpoints, connection, keys, leases, ledger, metrics, runs, stream, weights
+from ddrl.store import (
+    checkpoints,
+    connection,
+    keys,
+    leases,
+    ledger,
+    metrics,
+    quarantine,
+    runs,
+    stream,
+    weights,
+)
 from ddrl.store.connection import StoreError
 
 
@@ -231,3 +242,13 @@ def test_a_run_whose_creation_gets_no_reply_keeps_its_checkpoint(
     with pytest.raises(redis.ConnectionError):
         runs.create(client, make_config(), SPACES, state=("other, update 3", b"tensors"), run="created")
     assert checkpoints.load(client, "created") == (b"tensors", asdict(checkpoints.Counters()))
+
+
+def test_of_two_rollbacks_at_once_the_second_fails(client: Redis, run: str) -> None:
+    entry = {"event": "revised"}
+    quarantine.change(client, run, 0, (), entry, b"five")
+    with pytest.raises(StoreError, match="was changed meanwhile"):
+        quarantine.change(client, run, 0, (), entry, b"seven")
+    assert runs.rollback(client, run) == (b"five", 1) and events(client, run) == ["created", "revised"]
+    quarantine.change(client, run, 1, (), entry, b"seven")
+    assert runs.rollback(client, run) == (b"seven", 2)
