@@ -182,6 +182,7 @@ class Publisher:
         self._allow_at = self._shed_at = self._outage_at = 0.0
         self._stuck_at = math.inf
         self._record_at, self._is_unrecorded, self._num_unrecorded = 0.0, False, 0
+        self._refusing: list[stream.Refusal] = []  # sent, until there is a reply: the same are sent again
         self._missing: set[str] = set()  # of `env.metrics`, which the journal names
         self._waited_s, self._written_bytes = 0.0, 0  # for the server; of weights and checkpoints
         self._totals_before = deque([self._totals()])  # of each row within RATES_S
@@ -349,10 +350,12 @@ class Publisher:
             self.note("lost fragments", gaps[0])
             gaps.popleft()
         for _ in range(REFUSALS_PER_ROUND // REFUSED_AT_ONCE):
-            if some := list(itertools.islice(refused, REFUSED_AT_ONCE)):
-                stream.refuse(*self._held, some)
-            for _ in some:
+            self._refusing = self._refusing or list(itertools.islice(refused, REFUSED_AT_ONCE))
+            if self._refusing:
+                stream.refuse(*self._held, self._refusing)
+            for _ in self._refusing:
                 refused.popleft()
+            self._refusing = []
 
     def _report_metrics(self) -> None:
         now, before = time.monotonic(), self._totals_before

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import redis
 from support.algorithms import CPU, assert_same
 from support.learners import OFF_POLICY, Run, contents, finished, resolve, training, until
 from support.poison import POISON, encoded
@@ -234,6 +236,32 @@ def test_bad_entries_are_put_aside_with_the_reason_and_memory_stays_flat(name: s
     assert_same(contents(learner), contents(again))
     assert again.counters.dead == learner.counters.dead
     again.close()
+
+
+def test_refused_entries_whose_report_gets_no_reply_are_reported_once(server, monkeypatch) -> None:
+    """Also if others were refused before it is repeated."""
+    run, refuse, losing = Run(server), stream.refuse, iter([True])
+
+    def report(*arguments: Any) -> None:
+        refuse(*arguments)
+        if next(losing, False):
+            raise redis.ConnectionError("no reply")
+
+    monkeypatch.setattr(stream, "refuse", report)
+    run.play(100)
+    learner = run.learner()
+    refused = learner.shared.refused
+    with training(learner, serves=False):
+        for _ in range(2):
+            run.client.xadd(keys.experience(run.id), {b"h": b"{}"})
+        until(lambda: len(refused) == 2)
+        with pytest.raises(redis.ConnectionError):
+            learner.publisher.round()
+        run.client.xadd(keys.experience(run.id), {b"h": b"{}"})
+        until(lambda: len(refused) == 3)
+        until(lambda: learner.publisher.round() or not refused)
+    learner.finish()
+    assert len(run.dead) == run.state.dead == learner.counters.dead == 3
 
 
 def test_a_flood_of_bad_entries_waits_until_it_is_reported_and_updates_go_on(server, monkeypatch) -> None:

@@ -1,5 +1,5 @@
 -- fenced
--- Record stream entries that the learner cannot use. A second call in a row changes nothing.
+-- Record stream entries that the learner cannot use. A second call in a row with the same entries changes nothing.
 -- KEYS: 1 state (hash), 2 dead (stream), 3 experience (stream). ARGV: 1 token, 2 cap, then of each: entry id, head of its
 --       header, reason, delete the entry (1|0). Answer: 1.
 local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
