@@ -188,7 +188,9 @@ class Hold:
             self._locks.callback(unlock, lock)
             self._syncs = True
         if self._syncs:
-            for path in (state_dir() / "redis").glob("appendonlydir/*.incr.aof"):
+            data = state_dir() / "redis"
+            of_redis_6 = data / "appendonly.aof"
+            for path in (*data.glob("appendonlydir/*.incr.aof"), of_redis_6):
                 with contextlib.suppress(OSError), path.open("rb") as file:
                     os.fsync(file.fileno())
 

@@ -173,6 +173,17 @@ def test_one_user_has_its_file_synced(new_user: NewUser, monkeypatch: pytest.Mon
     embedded.unlock(free)
 
 
+def test_the_file_of_a_redis_6_is_synced_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has one append-only file, without a folder of its own."""
+    synced: list[str] = []
+    monkeypatch.setattr(
+        embedded.os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
+    with embedded.use():
+        (embedded.state_dir() / "redis" / "appendonly.aof").touch()
+        until(lambda: str(embedded.state_dir() / "redis" / "appendonly.aof") in synced, 5.0)
+
+
 @pytest.mark.faults
 def test_a_server_whose_users_were_killed_serves_the_next_which_stops_it(new_user: NewUser) -> None:
     user, pid = new_user(), embedded.server_pid()
