@@ -20,7 +20,7 @@ from typing import Any, cast
 import hiredis
 
 from ddrl.config import ConfigError, RunConfig, first_line, validate_stored
-from ddrl.store import capped_streams, keys, leases, runs, stream
+from ddrl.store import capped_streams, keys, leases, ledger, runs, stream
 from ddrl.store.connection import Redis, StoreError
 from ddrl.store.local_checkpoints import write_whole
 from ddrl.store.server import try_lock, unlock
@@ -93,7 +93,11 @@ class Recording:
         newest, before = stream.newest(self._client, self._run, 1), self.num_entries
         if not newest:
             return False
-        until = min(newest[0].entry_id, capped_streams.latest(self._client), key=stream.order)
+        until, latest = newest[0].entry_id, capped_streams.latest(self._client)
+        if stream.order(until) > stream.order(latest):  # as the learner's reader does
+            cursor = ledger.read(self._client, self._run)[1]
+            latest = max(latest, capped_streams.day_after(cursor), key=stream.order)
+            until = min(until, latest, key=stream.order)
         if stream.order(until) < stream.order(self.last):
             raise StoreError(f"{self._folder}: is ahead of the stream of {self._run}; move it away")
         for page in stream.pages(self._client, self._run, self.last, until):

@@ -16,7 +16,7 @@ from support.store import end
 
 from ddrl.config import ConfigError, validate
 from ddrl.runs import submit
-from ddrl.store import keys, recording, runs
+from ddrl.store import keys, ledger, recording, runs, stream
 from ddrl.store.connection import StoreError, connect
 from ddrl.store.recording import Recording, entries
 from ddrl.store.stream import Entry
@@ -101,6 +101,20 @@ def test_late_ids_are_left_until_they_are_lowered_and_a_stream_that_began_again_
     run.client.xadd(keys.experience(run.id), {"x": 1}, id="5-0")
     with pytest.raises(StoreError, match="is ahead of the stream of .*; move it away"):
         record.catch_up()
+
+
+def test_entries_that_are_ahead_of_the_clock_like_what_was_read_are_recorded(
+    server: PrivateServer, tmp_path: Path
+) -> None:
+    """The server's clock was set back since, or was another one before the run was restored."""
+    run, late = played(server), b"7258118400000-0"
+    key = keys.experience(run.id)
+    run.client.xdel(key, run.client.xadd(key, {"x": 1}, id=late))
+    ledger.put(run.client, run.id, 0, {}, late)
+    run.play(300)
+    record = Recording(run.client, run.id, tmp_path)
+    assert record.catch_up() and list(entries(tmp_path)) == run.entries
+    assert stream.order(record.last) > stream.order(late) and not record.catch_up()
 
 
 def test_runs_of_all_algorithms_may_be_recorded() -> None:
