@@ -24,7 +24,8 @@ from support.runs import target_config
 from ddrl import codec
 from ddrl.learner import loop, publisher
 from ddrl.learner.loop import Learner
-from ddrl.store import connection, keys, recording, stream, weights
+from ddrl.store import checkpoints, connection, keys, local_checkpoints, recording, stream, weights
+from ddrl.store.local_checkpoints import Snapshot
 from ddrl.types import Fragment
 
 MIB = 1024**2
@@ -262,6 +263,24 @@ def test_refused_entries_whose_report_gets_no_reply_are_reported_once(server, mo
         until(lambda: learner.publisher.round() or not refused)
     learner.finish()
     assert len(run.dead) == run.state.dead == learner.counters.dead == 3
+
+
+def test_a_run_restored_from_a_server_whose_clock_was_ahead_is_learned_on(server) -> None:
+    run = Run(server)
+    run.play(300)
+    with finished(run) as learner:
+        run.catch_up(learner)
+    blob, meta = checkpoints.load(run.client, run.id) or (b"", {})
+    ahead = meta | {"cursor": "99999999999999-3", "oldest": "99999999999999-3"}
+    snapshot = Snapshot(run.id, run.token, local_checkpoints.record(run.client, run.id), ahead, blob)
+    run.client.flushall()
+    assert local_checkpoints.restore(run.client, snapshot)
+    learner = run.learner()
+    with training(learner):
+        run.play(300, anew=True)
+        run.catch_up(learner)
+    learner.finish()
+    assert learner.counters.env_steps == run.state.appended_steps >= 600 and run.audit()
 
 
 def test_a_flood_of_bad_entries_waits_until_it_is_reported_and_updates_go_on(server, monkeypatch) -> None:
