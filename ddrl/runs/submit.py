@@ -58,7 +58,9 @@ def check(config: RunConfig, spaces: EnvSpec, *, processes: int = 1) -> None:
         _check_pairs(config)
         if config.weights.onnx:
             if spaces.image_shapes and spaces.input_shape[0] > sum(map(math.prod, spaces.image_shapes)):
-                raise ValueError("weights.onnx: numbers beside images are not for ONNX; remove it, or the numbers")
+                raise ValueError(
+                    "weights.onnx: numbers beside images are not for ONNX; remove it, or the numbers"
+                )
             if policy is not None and not hasattr(policy, "module"):
                 raise ValueError(f"weights.onnx: the Policy of {resolved.name} has no method module; add it")
         if resolved.on_policy:
