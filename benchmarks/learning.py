@@ -351,7 +351,7 @@ def report(rows: list[Row]) -> str:
         f"`benchmarks/learning.py`, {len(rows)} runs; each line of its results names commit and machine, the newest",
         f"{rows[-1]['facts']}\n",
         "A score is the mean return of 100 episodes, on seeds of their own, by the version with the best of the",
-        f"evaluations on the way: by the median {' and '.join(_num_watched(rows, system) for system in SYSTEMS)}.",
+        f"evaluations on the way: by the median {' and '.join(_num_watched(rows))}.",
         "Cells: median of the seeds, 95 % interval of their mean (Student's t), their number. Steps: those asked for;",
         "where time ends a run, those made by ddrl and by Stable-Baselines3, medians.",
     ]
@@ -370,10 +370,10 @@ def report(rows: list[Row]) -> str:
     return "\n".join([*lines, "\n![Curves](learning.png)"])
 
 
-def _num_watched(rows: list[Row], system: str) -> str:
-    """Return how many evaluations a run of a system has beside the others, by the median."""
-    num = statistics.median(len(row["curve"]) for row in rows if row["system"] == system)
-    return f"{num:.0f} of {system}"
+def _num_watched(rows: list[Row]) -> list[str]:
+    """Return how many evaluations on the way a run of each system has, by the median."""
+    nums = {system: [len(row["curve"]) for row in rows if row["system"] == system] for system in SYSTEMS}
+    return [f"{statistics.median(num):.0f} of {system}" for system, num in nums.items() if num]
 
 
 def _num_steps(rows: list[Row], table: str, task: str) -> str:

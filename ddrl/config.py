@@ -71,9 +71,11 @@ def parse_duration(value: Any) -> Any:
 def _refuse_beyond_json(value: dict[str, Any]) -> dict[str, Any]:
     """Return what JSON, and so a stored run, can hold as it is."""
     try:
-        json.dumps(value, allow_nan=False)
+        is_kept = json.loads(json.dumps(value, allow_nan=False)) == value
     except (TypeError, ValueError) as error:
         raise ValueError(f"a run is stored as JSON, which cannot hold it: {error}") from None
+    if not is_kept:
+        raise ValueError("a run is stored as JSON, which has lists and mappings by texts only; use these")
     return value
 
 
@@ -307,7 +309,7 @@ class EvaluationConfig(Section):
     """Training returns are near the target when the mean of the last 20 training episodes is within this share of the
     way from the lowest mean of an evaluation, or this mean if it is lower, to stop.return; 1: always. Larger notices a
     solution earlier, and takes more of the fleet's time."""
-    seed: int = Field(1_000_000, ge=0, lt=2**31)
+    seed: int = Field(1_000_000, ge=0, lt=2**52)
     """First seed of the evaluations; those of the confirmation follow."""
     timeout_s: Duration = Field(60.0, gt=0, json_schema_extra=LIVE)
     """An evaluation that no worker reports on for this long is sent again."""

@@ -117,7 +117,8 @@ def test_a_file_that_cannot_be_settings_is_refused_in_one_line(
         ({"stop": {"time": math.inf}}, "stop.time: inf cannot be used"),
         ({"env": {"id": "x", "kwargs": {"n": math.inf}}}, "env.kwargs: {'n': inf} cannot be used; a run is stored"),
         ({"env": {"id": "x", "wrappers": [{"id": "x:y", "kwargs": {"on": date(2020, 1, 1)}}]}}, "wrappers.0.kwargs"),
-        ({"evaluation": {"seed": 2**40}}, "evaluation.seed: 1099511627776 cannot be used"),
+        ({"evaluation": {"seed": 2**60}}, "evaluation.seed: 1152921504606846976 cannot be used"),
+        ({"env": {"id": "x", "kwargs": {"table": {1: 0.5}}}}, "env.kwargs: {'table': {1: 0.5}} cannot be used"),
     ],
 )  # fmt: skip
 def test_what_a_stored_run_cannot_hold_is_refused(tree: dict[str, Any], message: str) -> None:

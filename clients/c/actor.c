@@ -276,10 +276,11 @@ static int longest(const char *run) {
   snprintf(key, sizeof key, "ddrl:{%s}:spec", run);
   redisReply *reply = get(2, "GET", key);
   const char *spec = reply->type == REDIS_REPLY_STRING ? reply->str : "";
-  const char *activation = after(spec, "\"activation\":"), *norm = after(spec, "\"norm\":");
+  const char *algorithm = after(spec, "\"algorithm\":{");
+  const char *activation = after(algorithm, "\"activation\":"), *norm = after(algorithm, "\"norm\":");
   long num_envs = atol(after(spec, "\"num_envs\":")), most = atol(after(spec, "\"max_fragment_steps\":"));
   int is_plain = (!*activation || !strncmp(activation, "\"relu\"", 6)) && (!*norm || !strncmp(norm, "\"none\"", 6));
-  if (!*after(spec, "\"algorithm\":{\"name\":\"dqn\"") || !is_plain)
+  if (!*after(algorithm, "\"name\":\"dqn\"") || !is_plain)
     fail("run %s: its policy is not a DQN of plain layers with ReLU", run);
   if (num_envs < N) fail("run %s: takes fragments of %ld environments, this actor's have %d", run, num_envs, N);
   freeReplyObject(reply);

@@ -32,6 +32,8 @@ def audit(
     report = _report(run, state.status, found) | {"quarantined": left_out}
     if json_output:
         emit(report)
+    elif state.reads:
+        print(f"{run}: learns from the stream of {state.reads}; `ddrl audit {state.reads}` accounts for that")
     elif report["producers"]:
         _show(report, goes_on=state.leased, everyone=all_)
     else:

@@ -149,9 +149,10 @@ class EvaluationScheduler:
             )  # fmt: skip
         kept = weights.index(self._client, self._run).sizes if rows else {}
         known = {version: self._returns[version] for version in kept if version in self._returns}
-        if known:  # the first version has fewer episodes, and the best of few is luck
-            enough = min(self._config.num_episodes, FIRST_EPISODES + 1)
-            best = max(known, key=lambda v: (known[v].num >= enough, known[v].mean))
+        if known:
+            first = min(self._returns)  # it has fewer episodes, and the best of few is luck
+            is_few = first > 0 and self._returns[first].num <= FIRST_EPISODES < self._config.num_episodes
+            best = max(known, key=lambda v: (not (is_few and v == first), known[v].mean))
             self._mark_best(best, known[best])
         for evaluation_id, reason in self._open.given_up.items():
             log.warning("evaluation %s is given up: %s", evaluation_id, reason)

@@ -29,7 +29,7 @@ from ddrl.learner.league import League
 from ddrl.learner.ledger_rows import LedgerRows
 from ddrl.onnx import Template
 from ddrl.replay.reader import Decoded, Reader
-from ddrl.store import checkpoints, connection, leases, ledger, metrics, runs, stream, weights
+from ddrl.store import checkpoints, connection, leases, ledger, metrics, runs, stream, weights, workers
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import Redis, StoreError
 from ddrl.store.evaluations import INFO
@@ -53,7 +53,9 @@ ROOM = 0.15  # share of it that is made
 SHED_KEEPS = 0.9  # share of the stream that a full server keeps each time
 SHED_S = 1.0  # between two of these times
 MOST_OVERSHOOT = 16_384  # steps beyond the allowance that count; for each process as many more as
-FIRST_STEPS = 50  # its first fragment has at most, played before it knows of others, in each environment
+FIRST_STEPS = (
+    50  # its first fragment has, or a stride of sequences, in each environment, before it knows of others
+)
 STUCK_S = 5.0  # after which fragments are dropped that wait for others, for which the stream has no room
 
 Tensors = Mapping[str, torch.Tensor]
@@ -149,7 +151,8 @@ class Publisher:
         self, client: Redis, token: int, core: Core, shared: Shared, on_checkpoint: OnCheckpoint
     ) -> None:
         self._client, self._run, self._config = client, core.run, core.config
-        self._source = core.source
+        self._source, sequences = core.source, core.resolved.sequences
+        self._first_steps = max(FIRST_STEPS, sequences.stride if sequences else 1)
         self._unlisted: list[int] = []  # of a shadow: producers that its source had folded
         self._unlisted_ms = 0  # at this time of the server
         self._held = client, core.run, token  # of every write
@@ -277,7 +280,12 @@ class Publisher:
             is_due = started >= self._renew_at
             if is_due:
                 leases.renew(*self._held)
-                self._renew_at = time.monotonic() + RENEW_S
+                now = time.monotonic()
+                if (
+                    now - self._renew_at > workers.TTL_S / 2
+                ):  # the server stood still: heartbeats may have expired
+                    self._fold_at = now + FOLD_EVERY_S
+                self._renew_at = now + RENEW_S
                 self._store_ledger()
                 self._fold()
                 counted, trimmed = self._shared.counted, self._trimmed_bytes
@@ -472,7 +480,7 @@ class Publisher:
         """Env steps up to which fragments count: processes append little more than they were allowed."""
         num_envs = self._config.env.num_envs * max(self.num_processes, self._num_processes_before)
         allowed = max(self._allowed, self._allowed_before) + self._config.replay.slack_steps
-        return allowed + MOST_OVERSHOOT + FIRST_STEPS * num_envs
+        return allowed + MOST_OVERSHOOT + self._first_steps * num_envs
 
     def allowance(self, version: int) -> int:
         """Return the environment steps that may be appended in all once `version` is published."""

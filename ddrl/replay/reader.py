@@ -235,7 +235,7 @@ class Reader:
         decode: called with each entry in the reader's thread.
         drop_next: called with the cursor where the next entry cannot be read; deletes it if it is too long.
         lower_ids: called now and then, and where an entry's id is too late, with the cursor and the latest id by the
-            clock; gives later entries other ids, of experience those that come a day after the cursor, too.
+            clock; gives other ids to later entries that are also more than a day after the cursor.
         report: of a leader, called with an entry; returns the fields that another rank has decoded, or None as long as
             that has not read it, and the entry waits.
         keeps_folded: of a shadow; see `ledger.checked`.

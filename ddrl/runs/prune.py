@@ -45,22 +45,21 @@ class Pruned:
 
 
 class Retention:
-    """Prunes at most every `every_s` seconds, for a long-lived process that calls `apply` regularly.
+    """Prunes at most every EVERY_S seconds, for a long-lived process that calls `apply` regularly.
 
     Args:
         older_than_s, max_bytes: as in `prune`.
-        every_s: least time between two rounds.
     """
 
-    def __init__(self, older_than_s: float | None, max_bytes: int | None, every_s: float = EVERY_S) -> None:
-        self._older_than_s, self._max_bytes, self._every_s = older_than_s, max_bytes, every_s
+    def __init__(self, older_than_s: float | None, max_bytes: int | None) -> None:
+        self._older_than_s, self._max_bytes = older_than_s, max_bytes
         self._next = 0.0
 
     def apply(self, client: Redis) -> list[Pruned]:
         """Prune if it is time; return what was deleted."""
         if (now := time.monotonic()) < self._next:
             return []
-        self._next = now + self._every_s
+        self._next = now + EVERY_S
         return prune(client, self._older_than_s, self._max_bytes)
 
 

@@ -194,9 +194,9 @@ def read(client: Redis, run: str) -> tuple[dict[int, Row], bytes]:
 def fold(client: Redis, run: str, token: int, checkpoint: Mapping[str, Sequence[int]]) -> int:
     """Fold producers that have ended and have no waiting fragments; return their number.
 
-    Where there are many (half of MIN_PRODUCERS), a process that lives keeps only the producer that appended last, and
-    the others' counts need not agree; a record of which no entry was read is deleted, and ACTOR_QUIET_S is QUIET_S. So
-    those go too that workers have only written.
+    Where there are many (half of MIN_PRODUCERS), a process that lives keeps only the producers that appended last, one
+    a thread, and the others' counts need not agree; a record of which no entry was read is deleted, and ACTOR_QUIET_S
+    is QUIET_S. So those go too that workers have only written.
 
     Args:
         client: connection to the server.
@@ -219,20 +219,24 @@ def fold(client: Redis, run: str, token: int, checkpoint: Mapping[str, Sequence[
     quiet_ms = 1e3 * QUIET_S
     now_ms, cursor = 1e3 * seconds + micros / 1e3, stream.order(raw.get(_CURSOR, b"0-0"))
     read_ms = cursor[0] if newest and stream.order(newest) > cursor else now_ms
-    alive = {(worker.node, pid) for worker in workers.alive(client) for pid in worker.pids}
+    fleet = workers.alive(client)  # a process has a producer for each of its threads
+    alive = {(one.node, pid): -(-one.processes // len(one.pids)) for one in fleet for pid in one.pids}
     is_crowded = len(producers) > MIN_PRODUCERS // 2
     known = {field: Producer.decode(value) for field, value in producers.items()}
     last_ms = {field: one.last_ms if one.last_ms <= now_ms else 0 for field, one in known.items()}
     by_time = sorted(known, key=lambda field: (last_ms[field], len(field), field))
-    newest_of = {(known[field].node, known[field].pid): field for field in by_time}  # by process
+    kept, room = set[bytes](), dict(alive)
+    for field in reversed(by_time):
+        process = known[field].node, known[field].pid
+        room[process] = room.get(process, 0) - 1
+        kept |= {field} if room[process] >= 0 else set()
     ended: list[tuple[bytes, Producer, Row]] = []
     for field, producer in known.items():
         values = checkpoint.get(field.decode(errors="replace"))
         row = Row() if values is None else Row(*values)
         if field == b"%d" % ENDED or raw.get(field) != (None if values is None else row.encode().encode()):
             continue
-        process = producer.node, producer.pid
-        is_ended = process not in alive or (is_crowded and newest_of[process] != field)
+        is_ended = (producer.node, producer.pid) not in alive or (is_crowded and field not in kept)
         is_read = values is not None and producer.fragments == row.decided
         is_read |= is_crowded and last_ms[field] + quiet_ms < read_ms  # all entries of that time were read
         least_ms = 1e3 * ACTOR_QUIET_S if producer.node == "-" and not is_crowded else quiet_ms
@@ -351,7 +355,7 @@ def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | Non
             duplicates=producer.duplicates,
         )
     unknown = sum(row.consumed + row.refused for row in rows.values()) + waiting.total()
-    return Audit(accounts=accounts, unknown=unknown, cursor=cursor.decode())
+    return Audit(accounts=accounts, unknown=0 if reads else unknown, cursor=cursor.decode())
 
 
 def _rows(raw: Mapping[bytes, bytes]) -> tuple[dict[int, Row], bytes]:

@@ -630,19 +630,19 @@ def note_evaluation(client: Redis, run: str, token: int, evaluation: Mapping[str
     call(client, "set_fields", [keys.state(run)] * 2, [token, "evaluation", json.dumps(dict(evaluation))])
 
 
-def told(client: Redis, run: str, tracker: str) -> dict[str, dict[str, str]]:
-    """Return how far a tracker has been told of a run: by place, as of `note_told`."""
-    found = cast("bytes | None", client.hget(keys.state(run), f"told_{tracker}"))
+def reported(client: Redis, run: str, tracker: str) -> dict[str, dict[str, str]]:
+    """Return how far a run has been reported to a tracker: by place, as of `note_reported`."""
+    found = cast("bytes | None", client.hget(keys.state(run), f"reported_{tracker}"))
     return cast("dict[str, dict[str, str]]", json.loads(found or b"{}"))
 
 
-def note_told(client: Redis, run: str, token: int, tracker: str, told: Mapping[str, Any]) -> None:
-    """Store how far a tracker has been told of a run, by the place where it keeps that.
+def note_reported(client: Redis, run: str, token: int, tracker: str, ends: Mapping[str, Any]) -> None:
+    """Store how far a run has been reported to a tracker, by the place where that keeps it.
 
     Raises:
         LeaseLostError: another learner took over.
     """
-    call(client, "set_fields", [keys.state(run)] * 2, [token, f"told_{tracker}", json.dumps(told)])
+    call(client, "set_fields", [keys.state(run)] * 2, [token, f"reported_{tracker}", json.dumps(ends)])
 
 
 def request_handover(client: Redis, run: str, host: str) -> None:

@@ -251,7 +251,7 @@ def _start(lock: int) -> subprocess.Popen[bytes]:
     with contextlib.ExitStack() as files:
         files.callback(_close, lock)  # closed, not unlocked: the server's copy of the file keeps the lock
         socket_path().unlink(missing_ok=True)
-        _write(lock, "")
+        _write(lock, " ")
         if log_path().exists() and log_path().stat().st_size > MAX_LOG_BYTES:
             log_path().replace(log_path().with_suffix(".log.1"))
         log = files.enter_context(open(_open_log(), "a"))
@@ -438,6 +438,7 @@ def _place() -> str:
 
 
 def _write(file: int, text: str) -> None:
-    """Write into a lock file who holds it."""
-    os.ftruncate(file, 0)
-    os.pwrite(file, text.encode(), 0)
+    """Write into a lock file who holds it; on a full disk, too, where there was something before."""
+    data = text.encode()
+    os.pwrite(file, data, 0)
+    os.ftruncate(file, len(data))

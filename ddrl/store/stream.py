@@ -306,6 +306,8 @@ def drop_next(client: Redis, run: str, token: int, longest: int, cursor: bytes) 
 def lower_ids(client: Redis, run: str, token: int, cursor: bytes, latest: bytes) -> None:
     """Give new ids to entries after `latest`, in the streams that workers write; experience up to `cursor` may go.
 
+    Experience within a day after `cursor` keeps its ids.
+
     Raises:
         LeaseLostError: another learner took over.
     """

@@ -3,7 +3,7 @@
 A tracker is a module of this folder with a class `Tracker`:
 
     Tracker(records, folder)        begins, or goes on with the run that has this id
-    place                           where it keeps what it is told; "": on this machine only
+    place                           where it keeps what it is told; "": in or beside the run's folder
     log(rows)                       tells it of rows: (env steps, server's time in seconds, figures by name)
     finish(records, folder)         gives it the curve, the policy and the end, if there is one
 
@@ -16,7 +16,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
-import socket
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Event, Thread
@@ -26,13 +26,15 @@ from ddrl.config import ConfigError, RunConfig
 from ddrl.runs import artifacts, records
 from ddrl.runs.records import Records, evaluation_name, learner_figures
 from ddrl.store import connection, runs
+from ddrl.store.connection import LeaseLostError
 from ddrl.store.evaluations import INFO
+from ddrl.store.local_checkpoints import write_whole
 
 log = logging.getLogger(__name__)
 
 MODULES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}  # tracker -> the package that it needs
 PARTING_S = 60.0  # waited for the last report
-MOST_PLACES = 20  # of a tracker; machines that come and go have each its own
+MOST_PLACES = 20  # of a tracker; each folder of a run is one
 Row = tuple[int, float, dict[str, float]]
 
 
@@ -91,39 +93,51 @@ def following(config: RunConfig, run: str, token: int, folder: Path) -> Iterator
 def _follow(name: str, run: str, token: int, folder: Path, stop: Event) -> None:
     """Tell one tracker of a run until `stop` is set, then of all that is left."""
     ends: dict[str, bytes] = {}
-    place, told = (
-        "",
-        dict[str, dict[str, str]](),
-    )  # where it keeps what it is told, and how far each place has been
+    place = ""  # where the tracker keeps what is reported
+    reported: dict[str, dict[str, str]] = {}  # how far, by place
     tracker: list[Tracker] = []  # once it has begun
 
+    def note() -> None:
+        runs.note_reported(client, run, token, name, dict([*reported.items()][-MOST_PLACES:]))
+
     def tell() -> None:
-        nonlocal ends, place, told
+        nonlocal ends, place, reported
         new = records.read(client, run, ends)
         if not new.state.first_step_s:  # from which times count
             return
         if not tracker:
+            reported = runs.reported(client, run, name)
             folder.mkdir(parents=True, exist_ok=True)
-            tracker.append(importlib.import_module(f"ddrl.trackers.{name}").Tracker(new, folder))
-            place = tracker[0].place or socket.gethostname()
-            told = runs.told(client, run, name)
-            if place in told:  # by a learner before this one
-                new = records.read(client, run, {table: end.encode() for table, end in told[place].items()})
+            begun = importlib.import_module(f"ddrl.trackers.{name}").Tracker(new, folder)
+            place = begun.place or _id_of(folder)
+            ends = {table: end.encode() for table, end in reported.get(place, {}).items()}
+            tracker.append(begun)
+            new = records.read(client, run, ends)
+        note()  # another learner may have taken over, which reports the rest
         tracker[0].log(rows(new))
         ends = new.ends
-        told.pop(place, None)
-        told[place] = {table: end.decode() for table, end in ends.items()}
-        runs.note_told(client, run, token, name, dict([*told.items()][-MOST_PLACES:]))
+        reported.pop(place, None)
+        reported[place] = {table: end.decode() for table, end in ends.items()}
+        note()
 
     with contextlib.closing(connection.connect()) as client:
         said = artifacts.repeat([tell], stop, f"{run}: {name} cannot be told")
         try:
-            tell()
+            with contextlib.suppress(LeaseLostError):
+                tell()
             if tracker:
                 tracker[0].finish(records.read(client, run), folder)
         except Exception as error:  # of a library, or an outage
             if str(error) != said:
                 log.warning("%s: %s cannot be told of the end (%s)", run, name, error)
+
+
+def _id_of(folder: Path) -> str:
+    """Return a random name of a run's folder, which moves with it."""
+    file = folder / ".place"
+    if not file.exists():
+        write_whole(file, secrets.token_hex(8).encode())
+    return file.read_text()
 
 
 def rows(new: Records) -> Iterator[Row]:

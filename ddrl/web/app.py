@@ -286,7 +286,8 @@ class _Pages:
         """Show whether every fragment of a run is accounted for."""
         run = output.resolve(self._client, request.path_params["run"])
         found = ledger.audit(self._client, run)
-        return self._page(request, "audit.html", session, run=run, found=found)
+        reads = runs.state(self._client, run).reads
+        return self._page(request, "audit.html", session, run=run, found=found, reads=reads)
 
     def episodes(self, request: Request, session: Session | None) -> Response:
         """Show the latest, best and worst training episodes of a run, and one that is played if that is asked for."""

@@ -222,6 +222,28 @@ def test_the_critic_warms_up_before_a_given_policy_moves(
         )  # the trunk's, which stood still, is not taken for its 13th
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sac", {"network": OWN}),
+        ("ppo", {"num_epochs": 1, "minibatch_size": 60}),
+        ("impala", {"optimizer": "adam"}),
+    ],
+)
+def test_an_optimizer_of_a_checkpoint_moves_no_policy_while_the_critic_warms_up(
+    name: str, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a branch: it begins with moments of the policy's gradients."""
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.algorithms")
+    learner, other = (make_learner(name, CONTINUOUS, **options, critic_warmup_updates=5) for _ in range(2))
+    for i in range(3):
+        learner.update(batch_for(name, learner, CONTINUOUS, i))
+    other.load_state(learner.state() | {"num_updates": torch.tensor(0)})
+    other.from_policy, given = True, other.weights()
+    other.update(batch_for(name, other, CONTINUOUS, 3))
+    assert_same(other.weights(), given)
+
+
 def test_a_learned_temperature_is_carried_over_unless_it_is_fixed_or_unknown() -> None:
     source, learner = (make_learner("sac", CONTINUOUS, initial_temperature=value) for value in (0.02, 1.0))
     fixed = make_learner("sac", CONTINUOUS, temperature=0.3)

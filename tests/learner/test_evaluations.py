@@ -292,11 +292,15 @@ def test_changed_settings_are_applied_to_the_next_evaluation(match: Match) -> No
     assert match.sent == ["1:1000000:7"]
 
 
-def test_more_episodes_than_before_do_not_make_a_version_better(match: Match) -> None:
-    match.play([(1, -3.0)])
+@pytest.mark.parametrize("num_before", [5, 20])
+def test_more_episodes_than_before_do_not_make_a_version_better(match: Match, num_before: int) -> None:
+    match.scheduler.apply(
+        target_config(evaluation={"num_episodes": num_before, "near_every_s": 0.01, "near": 0.05})
+    )
+    match.play([(1, -99.0), (2, -3.0)])
     match.scheduler.apply(target_config(evaluation={"num_episodes": 40, "near_every_s": 0.01, "near": 0.05}))
-    match.play([(2, -50.0)])
-    assert weights.index(match.client, match.run).best == 1
+    match.play([(3, -50.0)])
+    assert weights.index(match.client, match.run).best == 2
 
 
 def test_the_best_version_is_known_though_its_result_has_left_the_stream(match: Match) -> None:

@@ -243,7 +243,7 @@ def test_a_version_of_a_durable_run_is_published_once_the_disk_has_it(make_serve
     run = Run(server, config(learner=SELDOM, durability="disk"))
     learner = run.learner()
     server.client.config_set("appendfsync", "no")  # nothing is confirmed from now on
-    learner.shared.weights = 1, learner._weights()
+    learner.shared.weights = 1, dict(learner.algorithm.weights())
     with pytest.raises(NotConfirmedError):
         learner.publisher.round()
     learner.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,13 +73,14 @@ def test_a_run_that_a_learner_holds_stays_and_then_leaves_no_key_behind(client: 
     assert client.exists(keys.of_run(run + "x", "spec"))
 
 
-def test_retention_prunes_again_after_a_while(client: Any) -> None:
+def test_retention_prunes_again_after_a_while(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     retention = pruning.Retention(DAY_S, None)
     first, young = ended(client, 2), ended(client, 0.5)
     assert names(retention.apply(client)) == [first]
     second = ended(client, 2)
     assert retention.apply(client) == [], "it is not time yet"
-    retention._next = 0.0  # ten minutes later
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + pruning.EVERY_S)
+    monkeypatch.setattr(pruning, "time", later)
     assert names(retention.apply(client)) == [second]
     assert runs.names(client) == [young]
 

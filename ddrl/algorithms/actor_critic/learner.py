@@ -320,12 +320,12 @@ class ActorCriticLearner(Generic[AnyOptions]):
         self.num_updates += 1
 
     def _learn(
-        self, part: Prepared, *, learning_rate: float, warms_up: bool, policy_begins: bool, **others: Any
+        self, part: Prepared, *, learning_rate: float, warms_up: bool, begins: bool, **others: Any
     ) -> dict[str, Tensor]:
         """Do the part of `learn` that can be captured."""
         assert self._loss is not None
         loss = self._loss(self, part, **others)
-        self._step(loss, learning_rate, warms_up=warms_up, policy_begins=policy_begins)
+        self._step(loss, learning_rate, warms_up=warms_up, begins=begins)
         return {}
 
     def step(self, loss: Tensor, *, learning_rate: float) -> None:
@@ -335,17 +335,20 @@ class ActorCriticLearner(Generic[AnyOptions]):
 
     @property
     def _phase(self) -> dict[str, bool]:
-        """Flags of the next step: the critic warms up beside a given policy; the policy's updates begin."""
+        """Flags of the next step: the critic warms up beside a given policy; its updates or the policy's begin."""
         warmup = self.config.critic_warmup_updates if self.from_policy else 0
-        return {"warms_up": self.num_updates < warmup, "policy_begins": self.num_updates == warmup > 0}
+        return {
+            "warms_up": self.num_updates < warmup,
+            "begins": warmup > 0 and self.num_updates in (0, warmup),
+        }
 
-    def _step(self, loss: Tensor, learning_rate: float, *, warms_up: bool, policy_begins: bool) -> None:
+    def _step(self, loss: Tensor, learning_rate: float, *, warms_up: bool, begins: bool) -> None:
         """Take one optimizer step; of the critic only, while it warms up."""
         self.parameters.differentiate(loss)
+        if begins:  # a branch brings the optimizer of its checkpoint
+            begin_anew(self._optimizer, self.parameters.vector)
         if warms_up:
             self.parameters.keep_gradient("critic.", "value_head.")
-        elif policy_begins:
-            begin_anew(self._optimizer, self.parameters.vector)
         if self.config.max_grad_norm is not None:
             self.parameters.clip_gradient(self.config.max_grad_norm)
         self._optimizer.param_groups[0]["lr"] = learning_rate
