@@ -53,9 +53,7 @@ ROOM = 0.15  # share of it that is made
 SHED_KEEPS = 0.9  # share of the stream that a full server keeps each time
 SHED_S = 1.0  # between two of these times
 MOST_OVERSHOOT = 16_384  # steps beyond the allowance that count; for each process as many more as
-FIRST_STEPS = (
-    50  # its first fragment has, or a stride of sequences, in each environment, before it knows of others
-)
+FIRST_STEPS = 50  # its first fragment has in each environment, or a stride of sequences
 STUCK_S = 5.0  # after which fragments are dropped that wait for others, for which the stream has no room
 
 Tensors = Mapping[str, torch.Tensor]
@@ -281,9 +279,7 @@ class Publisher:
             if is_due:
                 leases.renew(*self._held)
                 now = time.monotonic()
-                if (
-                    now - self._renew_at > workers.TTL_S / 2
-                ):  # the server stood still: heartbeats may have expired
+                if now - self._renew_at > workers.TTL_S / 2:  # heartbeats may have expired
                     self._fold_at = now + FOLD_EVERY_S
                 self._renew_at = now + RENEW_S
                 self._store_ledger()

@@ -56,8 +56,8 @@ local function increase(key, field, by)
 end
 
 -- Drop the older half of a stream as long as it has more than 128 MiB, or more than 16 MiB and a longer mean entry than
--- ddrl writes: 64 KiB for results of evaluations, else 16 KiB. One entry of a worker's may have millions of fields, which take
--- seconds each time they are looked at. Nothing happens where the caller may not do it.
+-- ddrl writes: 64 KiB for results of evaluations, else 16 KiB. One entry of a worker's may have millions of fields,
+-- which take seconds each time they are looked at. Nothing happens where the caller may not do it.
 local function shrink(key)
   local longest = string.find(key, '}:evaluations', 1, true) and 2 ^ 16 or 2 ^ 14
   repeat
