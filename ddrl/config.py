@@ -68,15 +68,17 @@ def parse_duration(value: Any) -> Any:
     return value
 
 
-def _refuse_beyond_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Return what JSON, and so a stored run, can hold as it is."""
+def _refuse_beyond_json(name: str, value: Any) -> None:
+    """Refuse what JSON, and so a stored run, cannot hold as it is."""
     try:
-        is_kept = json.loads(json.dumps(value, allow_nan=False)) == value
+        is_kept, why = (
+            json.loads(json.dumps(value, allow_nan=False)) == value,
+            "it has lists, and keys that are texts",
+        )
     except (TypeError, ValueError) as error:
-        raise ValueError(f"a run is stored as JSON, which cannot hold it: {error}") from None
+        is_kept, why = False, str(error)
     if not is_kept:
-        raise ValueError("a run is stored as JSON, which has lists and mappings by texts only; use these")
-    return value
+        raise ValueError(f"{name}: {value!r:.200} cannot be used; a run is stored as JSON: {why}")
 
 
 Duration = Annotated[float, BeforeValidator(parse_duration)]
@@ -84,8 +86,6 @@ Trackers = Annotated[
     tuple[Literal["wandb", "mlflow", "trackio"], ...],
     AfterValidator(lambda names: tuple(dict.fromkeys(names))),
 ]
-Arguments = Annotated[dict[str, Any], AfterValidator(_refuse_beyond_json)]
-"""Keyword arguments of code that is not ddrl's."""
 
 
 class Section(BaseModel):
@@ -127,7 +127,7 @@ class WrapperConfig(Section):
 
     id: str
     """A class of Gymnasium's, such as "gymnasium.wrappers:RescaleAction", or your own, "module:callable"."""
-    kwargs: Arguments = {}
+    kwargs: dict[str, Any] = {}
     """Keyword arguments of the wrapper."""
 
 
@@ -136,7 +136,7 @@ class EnvConfig(Section):
 
     id: str
     """Gymnasium id, "module:EnvId" for one that the module registers, or "module:callable" returning an environment."""
-    kwargs: Arguments = {}
+    kwargs: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     wrappers: tuple[WrapperConfig, ...] = ()
     """Wrappers, each an `id` and its `kwargs`, the innermost first; they see observations before ddrl flattens them."""
@@ -383,6 +383,9 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         if not isinstance(self.algorithm.get("name"), str):
             raise ValueError("algorithm.name: missing; name the algorithm, such as sac or ppo")
+        _refuse_beyond_json("env.kwargs", self.env.kwargs)
+        _refuse_beyond_json("env.wrappers", [wrapper.kwargs for wrapper in self.env.wrappers])
+        _refuse_beyond_json("algorithm.network_kwargs", self.algorithm.get("network_kwargs"))
         if self.env.reward_scale is None:
             scale = 0.1 if self.algorithm["name"] == "sac" else 1.0
             object.__setattr__(self, "env", self.env.model_copy(update={"reward_scale": scale}))

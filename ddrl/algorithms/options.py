@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 
-from ddrl.config import LIVE, Arguments, Section, live_options
+from ddrl.config import LIVE, Section, live_options
 from ddrl.types import EnvSpec, SequenceShape
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class NetworkConfig(AlgorithmConfig):
     """From observation to features: `mlp` for vectors; for images `conv` (small ones), `nature` (DQN of 2015), `impala`
     (residual: learns more per step at several times the cost) or `data_efficient` (small, fast); or your own,
     "module:callable", called with the observation shape and returning a torch module."""
-    network_kwargs: Arguments = {}
+    network_kwargs: dict[str, Any] = {}
     """Keyword arguments of your own network."""
 
     @model_validator(mode="after")
