@@ -49,7 +49,7 @@ ROUND_S = 0.05  # between two rounds of the publisher, unless it is woken
 SHADOW_S = 3.0  # without an update, after which a shadow of a run that has ended ends, too
 TICK_S = 0.1  # between two looks at messages, evaluations and the end of the run
 SIGNALS_S = 0.25
-LAST_LINES_S = 0.5  # for the log to be sent
+LAST_LINES_S = 2.0  # for the log to be sent; less than a lease lasts, which ends then
 HANG_S = 120.0  # a service thread without a round for this long counts as hung; above redis-py's retries
 OTHER_BYTES = (
     80 * 1024**2
