@@ -332,7 +332,7 @@ def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | Non
         pipe.xlen(keys.experience(run))
         pipe.hget(keys.state(run), "reads")
         listed, raw, last, length, reads = execute(pipe)
-    # What a shadow learns from was appended to another run's stream: it has no accounts.
+    # A shadow has no accounts: what it learns from was appended to another run's stream.
     producers, (rows, cursor) = {} if reads else bounded.paired(listed), _rows(raw)
     waiting: Counter[int] = Counter()
     if last:
