@@ -70,15 +70,13 @@ def parse_duration(value: Any) -> Any:
 
 def _refuse_beyond_json(name: str, value: Any) -> None:
     """Refuse what JSON, and so a stored run, cannot hold as it is."""
+    why = "it has lists, and keys that are texts"
     try:
-        is_kept, why = (
-            json.loads(json.dumps(value, allow_nan=False)) == value,
-            "it has lists, and keys that are texts",
-        )
+        if json.loads(json.dumps(value, allow_nan=False)) == value:
+            return
     except (TypeError, ValueError) as error:
-        is_kept, why = False, str(error)
-    if not is_kept:
-        raise ValueError(f"{name}: {value!r:.200} cannot be used; a run is stored as JSON: {why}")
+        why = str(error)
+    raise ValueError(f"{name}: {value!r:.200} cannot be used; a run is stored as JSON: {why}")
 
 
 Duration = Annotated[float, BeforeValidator(parse_duration)]

@@ -229,7 +229,8 @@ def fold(client: Redis, run: str, token: int, checkpoint: Mapping[str, Sequence[
     for field in reversed(by_time):
         process = known[field].node, known[field].pid
         room[process] = room.get(process, 0) - 1
-        kept |= {field} if room[process] >= 0 else set()
+        if room[process] >= 0:
+            kept.add(field)
     ended: list[tuple[bytes, Producer, Row]] = []
     for field, producer in known.items():
         values = checkpoint.get(field.decode(errors="replace"))

@@ -226,7 +226,8 @@ class SAC:
         """
         warmup = self.config.critic_warmup_updates if self.from_policy else 0
         is_warm = self.num_updates >= warmup
-        if self._has_trunk and warmup and self.num_updates in (0, warmup):  # at 0 of a branch's checkpoint
+        # At 0, too: a branch brings the optimizer of its checkpoint.
+        if self._has_trunk and warmup and self.num_updates in (0, warmup):
             begin_anew(self._optimizers["critics"], self.critic_parameters.vector)
         improves = is_warm and self.num_updates % self.config.policy_delay == 0
         metrics = self._captured(batch, improves=improves, is_warm=is_warm)
